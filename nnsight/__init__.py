@@ -30,7 +30,7 @@ provide(
     backend_for="nnsight.remote.client.remote_backend",
     call_edited="nnsight.fx.inlining",
     baked_edits="nnsight.program.edits",
-    compiled_edits="nnsight.program.edits",
+    CompiledEdits="nnsight.program.edits",
     component_of="nnsight.modeling.component",
     program_trace="nnsight.program.traces",
     model_key_of="nnsight.remote.protocol",

@@ -110,7 +110,7 @@ class NNsight(Editable):
             self._make_driver(options)
         self.__dict__["_compile_by_default"] = True
         if self._edits:
-            compiled = late("compiled_edits")(self)
+            compiled = late("CompiledEdits")(self)
             self.__dict__.update(_compiled_edits=compiled, params=compiled.params)
 
     @overload

@@ -31,18 +31,19 @@ class Params(MutableMapping[str, torch.Tensor]):
         self._given: dict[str, Any] = {}  # before the edits were recorded
         self._fixed: dict[str, str] = {}
         self._programs: list[BoundProgram] = []
+        self._why_none = ""  # why the edits are no program
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._values[self._known(name)]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if not self._programs:
+        if not self._programs and not self._why_none:
             self._given[name] = value
             return
         self._known(name)
         for program in self._programs:
             if name in program.inputs.values:
-                self._values[name] = program.inputs.put(name, value)
+                value = self._values[name] = program.inputs.put(name, value)  # one tensor for all of them
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("A parameter of edits cannot be deleted: set it to another value.")
@@ -56,6 +57,8 @@ class Params(MutableMapping[str, torch.Tensor]):
     def _known(self, name: str) -> str:
         if name in self._values:
             return name
+        if self._why_none:
+            raise KeyError(f"`{name}`: these edits have no parameters, as they cannot be a program: {self._why_none}")
         if not self._programs:
             raise KeyError(f"`{name}`: the parameters are known after the first call of the model.")
         why = self._fixed.get(name, "no call of torch in the edits uses a tensor or a float of this name from outside")
@@ -70,6 +73,13 @@ class Params(MutableMapping[str, torch.Tensor]):
         given, self._given = self._given, {}
         for name, value in given.items():
             self[name] = value
+
+
+    def leave(self, why: str) -> None:
+        """Have no parameters, because the edits cannot be a program; raise a :class:`KeyError` if one was set already."""
+        self._programs, self._values, self._why_none = [], {}, why
+        for name in self._given:
+            self._known(name)
 
 
 class CompiledEdits:
@@ -110,6 +120,7 @@ class CompiledEdits:
             filename, line = user_position_now()
             text = f"The edits of this compiled model run as Python in each call, because they cannot be a program: {error}"
             warnings.warn_explicit(text, UncompiledWarning, filename, line)
+            self.params.leave(str(error))
             return None
         named = {name: tensor for name, tensor in values.items() if name.isidentifier()}
         program = BoundProgram(job, model, sorted(named), values)
@@ -119,11 +130,6 @@ class CompiledEdits:
         else:
             self._general = program
         return program
-
-
-def compiled_edits(model: NNsight) -> CompiledEdits:
-    """Return the compiled edits of a model that was asked to compile them."""
-    return CompiledEdits(model)
 
 
 def baked_edits(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.nn.Module:

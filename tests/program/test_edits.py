@@ -114,6 +114,55 @@ def test_two_edits_with_variables_of_one_name() -> None:
     torch.testing.assert_close(steered(x), net[3](net[2](net[1](net[0](x)) + first)))
 
 
+def test_two_edits_with_floats_of_one_name() -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model = NNsight(net)
+
+    def scale(target: Any, layer: int, alpha: float) -> Any:
+        with target.edit() as result:
+            target[layer].output *= alpha
+        return result
+
+    steered = scale(scale(model, 1, 2.0), 2, 3.0)
+    steered.compile(backend="aot_eager")
+    steered(x)
+    assert list(steered.params) == ["alpha", "alpha_2"]
+    steered.params["alpha_2"] = 5.0
+    torch.testing.assert_close(steered(x), net[3](5.0 * net[2](2.0 * net[1](net[0](x)))))
+
+
+def test_a_parameter_of_programs_of_several_sizes_is_one_tensor() -> None:
+    net, alpha = stack(), 2.0
+    model = NNsight(net)
+    with model.edit() as steered:
+        hidden = model[1].output
+        hidden[hidden.shape[0] // 2] *= alpha
+    steered.compile(backend="eager")
+    with model.edit() as zeroed:
+        hidden = model[1].output
+        hidden[hidden.shape[0] // 2] = 0.0
+    inputs = [torch.randn(rows, 6) for rows in (3, 6)]
+    for x in inputs:
+        steered(x)
+    steered.params["alpha"] = 1.0
+    steered.params["alpha"].zero_()
+    for x in inputs:
+        torch.testing.assert_close(steered(x), zeroed(x))
+
+
+def test_parameters_of_edits_that_are_no_program_are_refused() -> None:
+    model, x, alpha = NNsight(stack()), torch.randn(3, 6), 2.0
+    with model.edit() as steered:
+        if model[1].output.norm() > 0:
+            model[2].output *= alpha
+    steered.compile(backend="eager")
+    steered.params["alpha"] = 3.0
+    with pytest.warns(UncompiledWarning), pytest.raises(KeyError, match="`alpha`: these edits have no parameters.*needs values"):
+        steered(x)
+    with pytest.raises(KeyError, match="these edits have no parameters"):
+        steered.params["alpha"] = 3.0
+
+
 def test_an_edit_that_looks_at_sizes_is_recorded_for_each(model: Any) -> None:
     with model.edit() as sized:
         hidden = model.transformer.h[1].output

@@ -151,7 +151,8 @@ class Program:
         """Return this program as a function of the input of ``model``, and of the values of ``inputs``.
 
         A call runs neither a block nor a trace. If the model is compiled, it calls the lowered graph with the program spliced into it.
-        An input that a call leaves out has the value that it had in the recording. Gradients flow to the values that are given.
+        An input that a call leaves out has the value that it had in the recording. Gradients flow to the values that are given. Edits of
+        ``model`` do not run along; a program that was recorded on a model with edits has them in it.
 
         Args:
             model: The model.
@@ -253,7 +254,7 @@ def _shown(node: dict[str, Any]) -> str:
     if node["do"] == "apply":
         parts = [_value(node["args"]), _value(node["kwargs"])]
     parts += [f"{key}={_value(node[key])}" for key in ("leaf", "inside", "value", "id", "of", "dim", "size") if key in node]
-    parts += [key for key in ("copy", "in_place", "loop") if node.get(key)]
+    parts += [key for key in ("copy", "in_place", "loop", "no_grad") if node.get(key)]
     return f"{_title(node)}({', '.join(parts)})"
 
 

@@ -239,6 +239,16 @@ def test_a_value_that_does_not_fit_is_refused(given: dict[str, Any], message: st
         bound(x, **given)
 
 
+def test_a_listing_shows_what_autograd_does_not_follow() -> None:
+    model, x = NNsight(stack()), torch.randn(3, 6)
+    with model.trace(x, remote="program") as tracer:
+        with torch.no_grad():
+            model[1].output = model[1].output * 2.0
+        model[2].output = model[2].output * 3.0
+    shown = str(tracer.program)
+    assert "aten.mul.Tensor(%0, 2.0, no_grad)" in shown and "3.0)" in shown and shown.count("no_grad") == 1
+
+
 def test_a_name_that_is_no_input() -> None:
     net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
     model = NNsight(net)

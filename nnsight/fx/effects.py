@@ -378,7 +378,7 @@ def _is_in_place(node: torch.fx.Node) -> bool:
     target, name = node.target, name_of(node)
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
         writes = [argument.is_write for argument in target._schema.arguments]
-        return writes[:1] == [True] and not any(writes[1:])
+        return writes[:1] == [True] and not any(writes[1:]) and target._schema.name != "aten::set_"
     has_name = name.endswith("_") and not name.endswith("__")
     if node.op == "call_method":
         return has_name and name != "set_"

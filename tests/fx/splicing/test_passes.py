@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnsight import NNsight
-from nnsight.fx.effects import Kind, kind_of
+from nnsight.fx.effects import Kind, edited, kind_of
 from nnsight.fx.splicing.passes import PASSES, copy_edited_values, drop_unused_calls, run_passes
 
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
@@ -300,3 +300,14 @@ def test_what_is_copied_before_an_item_of_several_results_is_edited(function: Ca
     assert clone.args[0].target.__name__ == copied
     for one, other in zip(graph_module(X), expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("add_.Tensor", True), ("copy_.default", True), ("set_.source_Tensor", False), ("add.Tensor", False)]
+)
+def test_the_schema_of_an_operator_says_what_it_edits(name: str, known: bool) -> None:
+    graph = torch.fx.Graph()
+    target, source = graph.placeholder("target"), graph.placeholder("source")
+    packet, overload = name.split(".")
+    node = graph.call_function(getattr(getattr(torch.ops.aten, packet), overload), (target, source))
+    assert edited(node) is (target if known else None)

@@ -12,6 +12,9 @@ HAS_TORCH := $(VENV)/.has-torch
 INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+OLDEST_VENV := .venv-oldest
+OLDEST_PIP = $(OLDEST_VENV)/bin/python -m pip --quiet --disable-pip-version-check
+OLDEST_INSTALLED := $(OLDEST_VENV)/.installed
 RAY_VENV := .venv-ray
 RAY_PIP = $(RAY_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 RAY_INSTALLED := $(RAY_VENV)/.installed
@@ -26,13 +29,14 @@ ON_V2 = VLLM_USE_V2_MODEL_RUNNER=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=no
 # What of V1 is run with every change.
 CI_TESTS := $(patsubst %,tests/vllm/test_%.py,traces kept_values graph_functions replay parallel)
 
-.PHONY: help install demo test lint types pytest test-slow test-vllm test-vllm-v2 test-vllm-ci test-ray bench clean
+.PHONY: help install demo test lint types pytest test-slow test-oldest test-vllm test-vllm-v2 test-vllm-ci test-ray bench clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo       answer, logit lens, patching and steering on the shipped model, compiled"
 	@echo "make test       lint, types and the default tests"
 	@echo "make test-slow  the tests that compile code, and those of models with many parts"
+	@echo "make test-oldest  models of several families on the oldest supported torch, with an environment of their own"
 	@echo "make test-vllm  the tests that run on vLLM, with an environment of their own (python 3.11)"
 	@echo "make test-vllm-v2  those of them that run on vLLM's model runner V2"
 	@echo "make test-vllm-ci  the most telling of both, in about ten minutes on two cores"
@@ -86,6 +90,20 @@ test-slow: $(INSTALLED)
 	@echo "pytest, slow tests ..."
 	@$(BIN)/python -m pytest -m slow --numprocesses 2 --dist worksteal
 
+$(OLDEST_INSTALLED): pyproject.toml
+	@echo "creating $(OLDEST_VENV) ..."
+	@$(PYTHON) -m venv $(OLDEST_VENV)
+	@echo "installing torch==2.11.0 (a large download the first time) ..."
+	@$(OLDEST_PIP) install --editable . torch==2.11.0 transformers==5.17.0 pytest
+	@touch $@
+
+# Captures, generation and gradients: what differs between versions of torch is how dynamo captures a model. Inductor of 2.11 makes C++ for
+# some symbolic shapes that no compiler takes, also without this package.
+test-oldest: $(OLDEST_INSTALLED)
+	@echo "zoo, on torch 2.11 ..."
+	@HF_HUB_OFFLINE=1 $(OLDEST_VENV)/bin/python -m tests.zoo --modes aot_eager --models gpt2,llama,mpt,t5,gemma2,mamba \
+	  --features forward,everything,batch,generation,backward,training
+
 # vLLM for CPUs wants this very torch, which comes first. It brings builds of torchvision and its kin for accelerators, which
 # break `import transformers` where there is none.
 $(VLLM_INSTALLED): pyproject.toml
@@ -133,4 +151,4 @@ bench: $(INSTALLED)
 	@$(BIN)/python benchmarks/overhead.py
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(RAY_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM_VENV) $(OLDEST_VENV) $(RAY_VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

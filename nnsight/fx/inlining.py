@@ -41,6 +41,7 @@ from ..shared_changes import replaced
 from ..tracing.block import SCOPE_NAME, TRACER_NAME, is_bound
 from ..tracing.body import SAVE_NAME
 from .torch_compat import (
+    MORE_OF_FUNCTIONS,
     AttrSource,
     DictGetItemSource,
     GuardBuilder,
@@ -248,9 +249,10 @@ def _block_of(tx: Any, edit: Any, root: VariableTracker) -> VariableTracker:
         _constant(function.__name__),
         VariableTracker.build(tx, function.__code__),
         function.__globals__,
-        None,
-        None,
-        _tuple_of(closure),
+        defaults=None,
+        kwdefaults=None,
+        closure=_tuple_of(closure),
+        **MORE_OF_FUNCTIONS,
     )
 
 

@@ -20,12 +20,14 @@ from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, eval_frame, exc, guards, symbolic_convert, variables
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.source import AttrSource, ConstantSource, DictGetItemSource
+from torch._dynamo.source import AttrSource, ConstantSource, DictGetItemSource, LocalSource
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables import FrozensetVariable, SetVariable
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.misc import DeletedVariable, GetAttrVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
@@ -36,6 +38,12 @@ from ..tracing.block import is_bound
 
 #: Methods in which dynamo's variable of a set iterates over the items: the second one up to 2.12, both since.
 METHODS_ITERATING = [name for name in ("tp_iter_impl", "unpack_var_sequence") if hasattr(SetVariable, name)]
+
+#: Whether dynamo can list the attributes of an object, ``list(vars(value))``: not before 2.12.
+LISTS_ATTRIBUTES = hasattr(variables, "DunderDictVariable")
+
+#: What the variable of a function needs besides, in 2.11.
+MORE_OF_FUNCTIONS: dict[str, None] = {} if LISTS_ATTRIBUTES else {"annotations": None}
 
 #: Sets the number of compiled frames that dynamo has counted in a call with ``fullgraph=True``, which fails at 0; -1 does not count.
 set_counted_frames: Callable[[int], Any] = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
@@ -97,16 +105,44 @@ def only_returns() -> bool:
     effects = tx.output.side_effects
     if effects.tensor_hooks or effects.save_for_backward or tx.output.backward_state or tx.debug_locals:
         return False
+    new = (AttributeMutationNew, ValueMutationNew)
     stored: list[Any] = []
+    waiting = [found for found in effects._get_modified_vars() if not isinstance(found.mutation_type, new)]
+    seen: dict[int, Any] = {}
 
     def look_at(found: Any) -> None:
         if isinstance(found, TensorVariable) or (isinstance(found, SymNodeVariable) and found.python_type() is float):
             stored.append(found)
+        waiting.extend(effects.store_attr_mutations.get(found, {}).values())
 
-    new = (AttributeMutationNew, ValueMutationNew)
-    changed = [found for found in effects._get_modified_vars() if not isinstance(found.mutation_type, new)]
-    VariableTracker.visit(look_at, changed, side_effects=effects)
+    while waiting:
+        VariableTracker.visit(look_at, waiting.pop(), seen)
     return all(found.source is not None for found in stored)
+
+
+@contextlib.contextmanager
+def listing_attributes() -> Iterator[None]:
+    """Let dynamo list the attributes of an object. Only for a holder of the compile lock."""
+    if LISTS_ATTRIBUTES:
+        yield
+        return
+    can_unpack, unpack = GetAttrVariable.has_unpack_var_sequence, GetAttrVariable.unpack_var_sequence
+
+    def lists(variable: Any) -> bool:
+        return variable.name == "__dict__" and isinstance(variable.obj, variables.UserDefinedObjectVariable)
+
+    def names(variable: Any, tx: Any) -> list[Any]:
+        if not lists(variable):
+            return cast("list[Any]", unpack(variable, tx))
+        stored = tx.output.side_effects.store_attr_mutations.get(variable.obj, {})
+        found = {**vars(variable.obj.value), **stored}
+        return [ConstantVariable.create(name) for name, held in found.items() if not isinstance(held, DeletedVariable)]
+
+    with (
+        replaced(GetAttrVariable, "has_unpack_var_sequence", lambda variable, tx: lists(variable) or can_unpack(variable, tx)),
+        replaced(GetAttrVariable, "unpack_var_sequence", names),
+    ):
+        yield
 
 
 def why_it_ends(graph_module: torch.fx.GraphModule) -> tuple[str, list[Any]] | None:

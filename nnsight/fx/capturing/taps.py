@@ -280,10 +280,13 @@ def _marked(leaf: Any) -> Any:
     """Return ``leaf`` as a graph can hold it."""
     if isinstance(leaf, _SIMPLE):
         return leaf
-    kind = type(leaf)
-    return OPAQUE_MARK + kind.__module__ + "." + kind.__qualname__
+    return OPAQUE_MARK + _full_name(type(leaf))
 
 
-for _of_class in (kind_of_record, names_of_fields, has_attributes, is_frozen):
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+for _of_class in (kind_of_record, names_of_fields, has_attributes, is_frozen, _full_name):
     torch.compiler.assume_constant_result(_of_class)
 

@@ -27,6 +27,7 @@ from torch._guards import detect_fake_mode
 from torch.compiler import config as compiler_config
 
 from ...shared_changes import replaced
+from ..torch_compat import LocalSource
 
 #: Compiles ``(graph module, example inputs)`` to a callable, as a backend of ``torch.compile`` does.
 BackendCallable = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
@@ -99,6 +100,7 @@ def _lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[
         assumed = [guard.expr for guard in guards[known:]]
         return _Conditional(compiled, as_it_is, example_inputs, assumed) if assumed else compiled
 
+    _tell_parameters(graph_module)
     try:
         tag = f"{compiler_config.cache_key_tag}nnsight-{_cache_tag}"
         with (
@@ -110,6 +112,20 @@ def _lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[
             return cast("Callable[..., Any]", inductor.compile_fx(graph_module, inputs, compile_inner, options))
     finally:
         is_forward = False
+
+
+def _tell_parameters(graph_module: torch.fx.GraphModule) -> None:
+    """Let ahead-of-time autograd see which inputs dynamo found to be parameters of the model.
+
+    They have the same address in each call. Without knowing it, a CUDA graph copies them each time. Dynamo says so at its placeholders, and
+    is believed for a graph that looks like one of its own.
+    """
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    if any("tensor_dict" in node.meta for node in placeholders) and not [*graph_module.named_parameters(), *graph_module.named_buffers()]:
+        graph_module.meta.setdefault("dynamo_compile_id", None)
+        graph_module._param_name_to_source = {}  # type: ignore[assignment] # of parameters that the graph holds itself
+        for node in placeholders:
+            node._dynamo_source = LocalSource(node.name)  # another one for each, or one is taken for a copy of another
 
 
 @contextlib.contextmanager

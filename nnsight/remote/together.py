@@ -15,6 +15,7 @@ for each of these numbers. Its generations run alone, because each combination o
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Hashable, Sequence
@@ -108,7 +109,7 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     Raises:
         InvalidProgramError: If the payload is malformed.
     """
-    job = decode_known(payload, limits)
+    job = _decoded(payload, limits or Limits())
     if type(model)._batch is NNsight._batch or len(job.runs) != 1:
         return None
     run = job.runs[0]
@@ -133,6 +134,22 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     padded = [f"padded: {not bool(mask.all())}" for mask in masks]  # without padding, models do without a mask
     program = [hashlib.sha256(job.header).hexdigest()] if model._compile_by_default else []
     return "\n".join([described, *padded, *program])
+
+
+#: Jobs whose kind was asked for and that have not run, by payload: a job has its tensors for one run.
+_waiting: dict[tuple[bytes, Limits], Job] = {}
+_MOST_WAITING, _LONGEST_WAITING = 128, 2**16
+
+
+def _decoded(payload: bytes, limits: Limits) -> Job:
+    """Return a job that is about to wait for its run."""
+    job = decode_known(payload, limits)
+    if len(payload) <= _LONGEST_WAITING:
+        with contextlib.suppress(KeyError, RuntimeError):  # another thread makes room, too
+            while len(_waiting) >= _MOST_WAITING:
+                del _waiting[next(iter(_waiting))]
+        _waiting[payload, limits] = job
+    return job
 
 
 def _described_job(job: Job) -> str:
@@ -171,7 +188,7 @@ def execute_payloads(
     jobs: dict[int, Job] = {}
     for index, payload in enumerate(payloads):
         try:
-            job = decode_known(payload, limits)
+            job = _waiting.pop((payload, limits), None) or decode_known(payload, limits)
             validate(job, model, limits)
             jobs[index] = job
         except InvalidProgramError as error:

@@ -133,7 +133,13 @@ def find_batch_dims(modules: ModuleTree, call: Call | None, joined: Any, parts: 
 def describe_inputs(joined: Any, leaves: Sequence[Any], parts: Sequence[Any], sizes: Sequence[int]) -> list[ProbedInput]:
     """Return, for each of the ``leaves`` of ``joined``, along which dimension the leaves of ``parts`` were joined in it."""
     total, positional = sum(sizes), len(pytree.tree_leaves(joined[0], is_leaf=is_carrier))
-    by_path = [dict(zip(leaf_paths(part), pytree.tree_leaves(part, is_leaf=is_carrier), strict=True)) for part in parts]
+    known: list[tuple[pytree.TreeSpec, list[str]]] = []  # most parts are alike
+    by_path = []
+    for part in parts:
+        pieces, structure = pytree.tree_flatten(part, is_leaf=is_carrier)
+        if not known or known[-1][0] != structure:
+            known.append((structure, leaf_paths(part)))
+        by_path.append(dict(zip(known[-1][1], pieces, strict=True)))
     inputs = []
     for number, (path, leaf) in enumerate(zip(leaf_paths(joined), leaves, strict=True)):
         if not isinstance(leaf, torch.Tensor):

@@ -177,6 +177,8 @@ def read_tree(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
         return tree
     ((kind, content),) = tree.items()
     match kind:
+        case "ref":
+            return leaf(kind, content)
         case "list" | "tuple":
             values = [value for item in content if (value := read_tree(item, leaf)) is not ABSENT]
             return values if kind == "list" else tuple(values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -23,18 +24,24 @@ def check_indices(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Non
         ValueError: If numbers that are counted, or repeats, are too large, or a quantile is none.
         InvalidProgramError: If indices are of a type that cannot index.
     """
-    name = operator._schema.name.removeprefix("aten::")
+    name, names = _signature(operator)
     rule = _INDEXED.get(name)
-    given = dict(zip([argument.name for argument in operator._schema.arguments], args, strict=False)) | kwargs
+    if rule is None and name not in _COUNTED:
+        return
+    given = dict(zip(names, args, strict=False)) | kwargs
     if name in ("bincount", "repeat_interleave"):
         _check_count(name, given)
     elif name in ("quantile", "nanquantile"):
         _check_fraction(given["q"])
-    if rule is None:
-        return
-    for index, size, negative in rule(given):
+    for index, size, negative in rule(given) if rule is not None else ():
         if isinstance(index, torch.Tensor):
             _check_range(index, size, negative)
+
+
+@functools.cache
+def _signature(operator: Any) -> tuple[str, tuple[str, ...]]:
+    """Return the name of an operator, and those of its arguments."""
+    return operator._schema.name.removeprefix("aten::"), tuple(argument.name for argument in operator._schema.arguments)
 
 
 def _check_range(index: torch.Tensor, size: int, negative: bool) -> None:
@@ -105,6 +112,9 @@ def _classes(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
             kept = target.masked_fill(target == given.get("ignore_index", -100), 0)
         yield kept, source.shape[1] if source.dim() > 1 else source.shape[0], False
 
+
+#: Operators whose numbers are checked, besides.
+_COUNTED = frozenset({"bincount", "repeat_interleave", "quantile", "nanquantile"})
 
 _INDEXED: dict[str, Callable[[dict[str, Any]], Iterable[tuple[Any, int, bool]]]] = {
     **dict.fromkeys(

@@ -11,7 +11,7 @@ import copy
 import itertools
 import json
 import linecache
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from keyword import iskeyword
 from typing import Any
 
@@ -36,7 +36,7 @@ _REFUSED = {
 _numbers = itertools.count()
 
 
-class _Segment:
+class Segment:
     """The nodes of a block that run at one location."""
 
     def __init__(self, site: str) -> None:
@@ -68,8 +68,8 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
     state: dict[str, Any] = {}
     _give_own_class(baked)
     baked.register_forward_pre_hook(lambda *_: state.clear())
-    for segment in _segments(job):
-        _hook(baked, state, segment, _compiled(job, segment, names))
+    for segment in segments(job):
+        hook(baked, state, segment, compiled_segment(job, segment, names))
     baked.register_forward_hook(lambda *_: state.clear())
     return baked
 
@@ -80,11 +80,11 @@ def _free_name(module: torch.nn.Module, first: str) -> str:
     return next(name for name in names if not hasattr(module, name))
 
 
-def _segments(job: Job) -> Iterator[_Segment]:
+def segments(job: Job) -> Iterator[Segment]:
     """Yield the segments of each block in order."""
     for block in range(job.runs[0]["blocks"]):
         waiting: list[tuple[int, Node]] = []  # nodes before the first location
-        segment: _Segment | None = None
+        segment: Segment | None = None
         for number, node in enumerate(job.nodes):
             if node["block"] != block:
                 continue
@@ -99,7 +99,7 @@ def _segments(job: Job) -> Iterator[_Segment]:
                     )
                 if segment is not None:
                     yield segment
-                segment = _Segment(node["site"])
+                segment = Segment(node["site"])
                 segment.nodes, waiting = waiting, []
             (waiting if segment is None else segment.nodes).append((number, node))
         if segment is not None:
@@ -117,8 +117,12 @@ def _give_own_class(module: torch.nn.Module) -> None:
         module.__class__ = type(kind.__name__, (kind,), names)
 
 
-def _hook(root: torch.nn.Module, state: dict[str, Any], segment: _Segment, run: Callable[..., Any]) -> None:
-    """Let ``run`` change the values at the location of a segment, the first time in each call of ``root``."""
+def hook(root: torch.nn.Module, state: dict[str, Any], segment: Segment, run: Callable[..., Any]) -> str:
+    """Let ``run`` change the values at the location of a segment, the first time in each call of ``root``.
+
+    Returns:
+        What is in the state once it has.
+    """
     path, _, side = segment.site.rpartition(".")
     name = path.partition(".")[2]
     module, passed = root.get_submodule(name) if name else root, f"{segment.site} {next(_numbers)}"
@@ -139,7 +143,7 @@ def _hook(root: torch.nn.Module, state: dict[str, Any], segment: _Segment, run: 
 
     if side == "output":
         module.register_forward_hook(after)
-        return
+        return passed
     module.register_forward_pre_hook(before, with_kwargs=True)
     if skips:
         forward, skipped = module.forward, f"skip {path}"
@@ -148,24 +152,40 @@ def _hook(root: torch.nn.Module, state: dict[str, Any], segment: _Segment, run: 
             return state.pop(skipped) if skipped in state else forward(*args, **kwargs)
 
         module.forward = skip
+    return passed
 
 
 # -- text of the functions ---------------------------------------------------------------------------------------------
 
 
-def _compiled(job: Job, segment: _Segment, names: dict[str, str]) -> Callable[..., Any]:
-    """Return the function ``(value, root, state)`` of a segment, which returns the value as it leaves the location."""
-    text, filename = "\n".join(_lines(job, segment, names)) + "\n", f"<baked edits {next(_numbers)}>"
+def compiled_segment(job: Job, segment: Segment, names: dict[str, str] | None) -> Callable[..., Any]:
+    """Return the function ``(value, root, state)`` of a segment, which returns the value as it leaves the location.
+
+    Constants are attributes of the root, by ``names``; without these they are in the state.
+    """
+    return _function("edit", _lines(job, segment, names))
+
+
+def compiled_saves(job: Job) -> Callable[..., Any]:
+    """Return the function ``(root, state)`` that returns the saved values by name, after all segments have run."""
+    used = sorted({node for node, _ in references(job.saves)})
+    lines = ["def saves(root, state):", *(f"    v{node} = state['v{node}']" for node in used)]
+    return _function("saves", [*lines, f"    return {_text(job, {'dict': list(job.saves.items())})}"])
+
+
+def _function(name: str, lines: Iterable[str]) -> Callable[..., Any]:
+    text, filename = "\n".join(lines) + "\n", f"<baked edits {next(_numbers)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     known = {"torch": torch, "leaf": _leaf, "with_leaf": _with_leaf, "device_of": _device_of, "tensors": _tensors, "check": _check}
     exec(compile(text, filename, "exec"), known)  # written here, from a checked program
-    made: Callable[..., Any] = known["edit"]  # type: ignore[assignment]
+    made: Callable[..., Any] = known[name]  # type: ignore[assignment]
     return made
 
 
-def _lines(job: Job, segment: _Segment, names: dict[str, str]) -> Iterator[str]:
+def _lines(job: Job, segment: Segment, names: dict[str, str] | None) -> Iterator[str]:
     here = {node for node, _ in segment.nodes}
     later = {used for other, node in enumerate(job.nodes) if other not in here for used, _ in references(node)}
+    later |= {used for used, _ in references(job.saves)}
     used = {ref for _, node in segment.nodes for ref, _ in references(node)}
     yield "def edit(value, root, state):"
     yield f"    # at {segment.site}"
@@ -188,13 +208,14 @@ def _lines(job: Job, segment: _Segment, names: dict[str, str]) -> Iterator[str]:
     yield "    return value"
 
 
-def _statement(job: Job, number: int, node: Node, names: dict[str, str]) -> list[str]:
+def _statement(job: Job, number: int, node: Node, names: dict[str, str] | None) -> list[str]:
     def text(tree: Any) -> str:
         return _text(job, tree)
 
     match node["do"]:
         case "const":
-            return [f"v{number} = root.{names[node['tensor']]}"]
+            name = node["tensor"]
+            return [f"v{number} = root.{names[name]}" if names is not None else f"v{number} = state[{f'const {name}'!r}]"]
         case "weight":
             path, _, attribute = node["name"].rpartition(".")
             return [f"v{number} = root{_getter(path)}.{attribute}"]

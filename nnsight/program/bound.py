@@ -12,6 +12,7 @@ import torch
 from ..modeling.base import NNsight
 from ..modeling.generation import Generation
 from ..runtime.interleaver import Interleaver
+from ..runtime.modules.interception import is_compiling
 from ..runtime.report import Report
 from ..runtime.uncompiled import leave_to_python, uncompiled
 from .format.errors import InvalidProgramError
@@ -19,6 +20,7 @@ from .format.limits import Limits
 from .format.nodes import Node
 from .format.payload import Job, inputs_of
 from .format.results import Tensors, values_of
+from .inlined import InlinedProgram
 from .run.execution import run_blocks
 from .run.fake_runs import device_of
 from .run.interpreter import Interpreter
@@ -111,18 +113,34 @@ class BoundProgram:
         self._differentiates = "backward" in kinds
         self._is_pure = kinds.isdisjoint(_BESIDES)  # whether all that it does is in the graph
         self.report = Report()
+        self._inlined: InlinedProgram | None = None
 
-    @uncompiled
+    def make_inlinable(self) -> None:
+        """Let functions under ``torch.compile`` have calls in their graphs, if the program can be hooks of the model's modules."""
+        self.inputs.placed(anew=True)  # finds the device of the model
+        with contextlib.suppress(InvalidProgramError):
+            self._inlined = InlinedProgram(self._model._module, self._job)
+
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run the model with the program; return the saved values by name.
 
-        In a function under ``torch.compile`` it runs as Python beside the graph, and is an error with ``fullgraph=True``.
+        In a function under ``torch.compile``, the call is part of that function's graph; the input is then what the module takes, without
+        a tokenizer. A program that prints, stops the model, has gradients or several invokes, or looks into generations or ``.source``,
+        runs as Python beside the graph, and is an error with ``fullgraph=True``.
 
         Raises:
             TypeError: If the value of an input does not fit the program.
             InvalidProgramError: If the program does not fit the input of the model.
             ExecutionFailedError: If the program fails while it runs.
         """
+        if is_compiling() and self._inlined is not None:
+            given = {name: self.inputs.checked(name, kwargs.pop(name)) for name in self._names if name in kwargs}
+            values = {**self.inputs.values, **given}
+            return self._inlined({name: value.to(self.inputs.device) for name, value in values.items()}, args, kwargs)
+        return self._call(args, kwargs)
+
+    @uncompiled
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         leave_to_python("a program that is bound to a model")
         given = {name: self.inputs.checked(name, kwargs.pop(name)) for name in self._names if name in kwargs}
         model, call = self._model, self._job.runs[0]["call"]

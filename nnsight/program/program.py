@@ -173,7 +173,9 @@ class Program:
         if hasattr(model, "dispatch"):
             model.dispatch()
         check_parts(self._job, model)
-        return BoundProgram(self._job, model, inputs)
+        bound = BoundProgram(self._job, model, inputs)
+        bound.make_inlinable()
+        return bound
 
     def block_for(self, model: NNsight) -> ProgramBlock:
         """Return a function that runs this program in a block of ``model``.

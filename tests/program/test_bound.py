@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from nnsight import NNsight, Program, fx
 from nnsight.remote import InvalidProgramError
@@ -153,18 +155,86 @@ def test_what_a_program_does_beside_the_graph_is_done_in_each_call(compiled: boo
     assert capsys.readouterr().out == "tensor(False)\n" * 3
 
 
+# -- in a function under torch.compile --------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-def test_inside_a_function_under_torch_compile_it_runs_as_python(compiled: bool) -> None:
+def test_inside_a_function_under_torch_compile_it_is_part_of_the_graph(compiled: bool) -> None:
     net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
     model = NNsight(net, compile={"backend": "aot_eager"} if compiled else False)
-    bound = recorded(model, x, direction).bind(model, inputs=["alpha"])
+    bound = recorded(model, x, direction).bind(model, inputs=["alpha", "direction"])
+    counter = CompileCounterWithBackend("aot_eager")
 
-    def around(x: torch.Tensor, alpha: float) -> torch.Tensor:
-        return bound(2 * x, alpha=alpha)["out"] + 1
+    @torch.compile(backend=counter, fullgraph=True)
+    def around(x: torch.Tensor, alpha: torch.Tensor, direction: torch.Tensor) -> torch.Tensor:
+        saved = bound(2 * x, alpha=alpha, direction=direction)
+        return saved["out"] + saved["hidden"]
 
-    for alpha in (1.0, 2.0):
-        found = torch.compile(around, backend="aot_eager")(x, alpha)
-        torch.testing.assert_close(found, expected(net, 2 * x, direction, alpha)["out"] + 1)
+    counts = []
+    for alpha in (1.0, 2.0, -3.0):
+        other = torch.randn(6, requires_grad=True)
+        found = around(x, torch.tensor(alpha, dtype=torch.float64), other)
+        wanted = expected(net, 2 * x, other, alpha)
+        torch.testing.assert_close(found, wanted["out"] + wanted["hidden"])
+        (grad,) = torch.autograd.grad(found.sum(), other, retain_graph=True)
+        torch.testing.assert_close(grad, torch.autograd.grad((wanted["out"] + wanted["hidden"]).sum(), other)[0])
+        counts.append(counter.frame_count)
+    assert counts[0] == counts[-1]
+    torch.testing.assert_close(bound(x, alpha=2.0)["out"], expected(net, x, direction, 2.0)["out"])
+
+
+def test_inside_such_a_function_it_uses_the_model_of_now() -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    net[1].register_module("inner", nn.Dropout(0.5))
+    net[1].forward = lambda x: net[1].inner(nn.functional.linear(x, net[1].weight)) * getattr(net[1], "scale", 1.0)
+    model = NNsight(net.eval())
+    bound = recorded(model, x, direction).bind(model)
+    around = torch.compile(lambda x: bound(x)["out"], backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(around(x), bound(x)["out"])
+    net[1].weight = nn.Parameter(torch.randn(6, 6))
+    net[2].bias = nn.Parameter(torch.randn(6))
+    torch.testing.assert_close(around(x), bound(x)["out"])
+    net.train()
+    for _ in range(2):
+        torch.manual_seed(0)
+        found = around(x)
+        torch.manual_seed(0)
+        torch.testing.assert_close(found, bound(x)["out"])
+    net.eval()
+    torch.testing.assert_close(around(x), bound(x)["out"])
+    net[3] = nn.Linear(6, 6)
+    with pytest.raises(Exception, match="another module at `3` than when the program was bound"):
+        around(x)
+
+
+def test_a_model_of_transformers_in_such_a_function() -> None:
+    config = transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=40)
+    net = transformers.GPT2LMHeadModel(config).eval()
+    model, vector = NNsight(net), torch.randn(16)
+    with model.trace(torch.randint(0, 40, (1, 5)), program=True) as tracer:
+        first = model.transformer.h[0].output
+        model.transformer.h[1].output[:, -1] += 3.0 * vector
+        model.transformer.h[2].mlp.output.mul_(0.5)
+        kept = [first, {"last": model.transformer.h[2].output}].save()
+        logits = model.lm_head.output.save()
+    bound = tracer.program.bind(model, inputs=["vector"])
+    around = torch.compile(lambda ids, vector: bound(ids, vector=vector), fullgraph=True, dynamic=True, backend="aot_eager")
+    for batch, length in ((1, 5), (2, 7), (3, 4)):
+        ids, other = torch.randint(0, 40, (batch, length)), torch.randn(16)
+        found, wanted = around(ids, other), bound(ids, vector=other)
+        torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_cannot_be_in_the_graph_runs_as_python_in_such_a_function(compiled: bool) -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model = NNsight(net, compile={"backend": "aot_eager"} if compiled else False)
+    with model.trace(x, program=True) as tracer:
+        out = model[3].output.save()
+        print(out.sum() > 0)
+    bound = tracer.program.bind(model)
+    wanted = bound(x)["out"]
+    torch.testing.assert_close(torch.compile(lambda x: bound(x)["out"] + 1, backend="aot_eager")(x), wanted + 1)
     with pytest.raises(torch._dynamo.exc.Unsupported, match="a program that is bound to a model"):
         torch.compile(lambda x: bound(x)["out"], backend="aot_eager", fullgraph=True)(x)
 

@@ -121,15 +121,20 @@ def only_returns() -> bool:
 
 
 @contextlib.contextmanager
-def listing_attributes() -> Iterator[None]:
-    """Let dynamo list the attributes of an object. Only for a holder of the compile lock."""
+def following_instances() -> Iterator[None]:
+    """Let dynamo follow what instances have of their own, which that of torch 2.11 does not. Only for a holder of the compile lock.
+
+    It cannot list the attributes of an object. And it has no guards on a method in the namespace of a module that is bound to something
+    else, such as an intercepted call: it would take what it captured for one module for another one of the class.
+    """
     if LISTS_ATTRIBUTES:
         yield
         return
-    can_unpack, unpack = GetAttrVariable.has_unpack_var_sequence, GetAttrVariable.unpack_var_sequence
+    instance = variables.UserDefinedObjectVariable
+    can_unpack, unpack, attribute = GetAttrVariable.has_unpack_var_sequence, GetAttrVariable.unpack_var_sequence, instance.var_getattr
 
     def lists(variable: Any) -> bool:
-        return variable.name == "__dict__" and isinstance(variable.obj, variables.UserDefinedObjectVariable)
+        return variable.name == "__dict__" and isinstance(variable.obj, instance)
 
     def names(variable: Any, tx: Any) -> list[Any]:
         if not lists(variable):
@@ -138,9 +143,17 @@ def listing_attributes() -> Iterator[None]:
         found = {**vars(variable.obj.value), **stored}
         return [ConstantVariable.create(name) for name, held in found.items() if not isinstance(held, DeletedVariable)]
 
+    def guarded(variable: Any, tx: Any, name: str) -> Any:
+        found = attribute(variable, tx, name)
+        if variable.source is not None and isinstance(found, variables.UserMethodVariable) and found.source_fn is None:
+            found.source = AttrSource(variable.source, name)
+            found.source_fn = AttrSource(found.source, "__func__")
+        return found
+
     with (
         replaced(GetAttrVariable, "has_unpack_var_sequence", lambda variable, tx: lists(variable) or can_unpack(variable, tx)),
         replaced(GetAttrVariable, "unpack_var_sequence", names),
+        replaced(instance, "var_getattr", guarded),
     ):
         yield
 

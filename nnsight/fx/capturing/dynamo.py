@@ -30,9 +30,9 @@ from ..torch_compat import (
     compile_lock,
     dynamo_config,
     eval_frame,
+    following_instances,
     frame_evaluation,
     guards,
-    listing_attributes,
     symbolic_convert,
     variables_of_wrapper,
 )
@@ -95,7 +95,7 @@ def capturing() -> Iterator[None]:
     # These changes are process-wide: two contexts that overlap would leave them in place.
     with compile_lock, quiet_fakes, dynamo_config.patch(**unlimited, specialize_float=True), contextlib.ExitStack() as stack:
         _tensors_compared.clear()
-        stack.enter_context(listing_attributes())
+        stack.enter_context(following_instances())
         stack.enter_context(replaced(symbolic_convert, "compare_op_handlers", {**handlers, **watching}))
         for name in METHODS_ITERATING:
             ordered = functools.partialmethod(_in_order_of_python, getattr(SetVariable, name))

@@ -51,7 +51,8 @@ _METHODS = frozenset("float double half bfloat16 int long short bool cpu cuda si
 #: Composite operators that return new memory, which their schema does not say.
 _NEW = frozenset(
     "linear matmul outer layer_norm rms_norm group_norm softmax log_softmax where max min square absolute negative clip multiply subtract "
-    "divide true_divide greater greater_equal less less_equal not_equal concat concatenate hstack vstack dstack".split()
+    "divide true_divide greater greater_equal less less_equal not_equal concat concatenate hstack vstack dstack conv1d conv2d conv3d "
+    "conv_transpose1d conv_transpose2d conv_transpose3d".split()
 )
 
 #: Operators that edit their statistics without saying so in their schema.

@@ -11,7 +11,8 @@ The weights are random and of bfloat16; nothing is loaded. Measured for each sha
   of the weights over the bytes per second of a copy, which is measured too;
 * the seconds until the first result of a steered trace, on a model that was never compiled and on one that was.
 
-Each contender's result is compared with that of the model with hooks before it is timed. One that fails is in the table with its error.
+Each contender's result is compared with that of the first one before it is timed, and one that fails is in the table with its error. Tokens
+are counted that are the same: one that rounds to the other of two equal logits changes all that follow.
 The contenders of a table take turns, in an order shuffled anew each round; a figure is the median of the rounds.
 
 ``python benchmarks/gpu.py [--shapes 1B,8B] [--rounds N] [--device cpu] [--out FILE]`` prints a table and writes it to
@@ -55,7 +56,7 @@ SHAPES = {
 SEQUENCE, TOKENS = 128, 64
 GRAPHS = "reduce-overhead"
 
-#: How far a result may be from that of the model with hooks, as a part of its norm: bfloat16 keeps eight bits, and a compiled model rounds
+#: How far a result may be from that of the first contender, as a part of its norm: bfloat16 keeps eight bits, and a compiled model rounds
 #: at other places. A result without the edit is farther.
 TOLERANCE = 5e-2
 
@@ -110,12 +111,12 @@ class Bench:
         return time.perf_counter() - start
 
     def table(self, title: str, contenders: Contenders, reference: str, rounds: int, warm: int = 3, tolerance: float = TOLERANCE) -> None:
-        """Check and time the contenders; ratios are to the time of ``reference``, whose results are right."""
-        expected, errors = flat(contenders[reference]()), {}
+        """Check and time the contenders; ratios are to the time of ``reference``, whose results the others are compared with."""
+        expected, errors, same = flat(contenders[reference]()), {}, {}
         for name, contender in contenders.items():
             try:
                 for _ in range(warm):
-                    check(flat(contender()), expected, tolerance)
+                    same[name] = check(flat(contender()), expected, tolerance)
             except Exception as error:
                 errors[name] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         running = {name: contender for name, contender in contenders.items() if name not in errors}
@@ -133,6 +134,8 @@ class Bench:
             else:
                 ratios = [mine / other for mine, other in zip(times[name], times[reference], strict=True)]
                 row |= {"milliseconds": 1e3 * statistics.median(times[name]), "ratio": statistics.median(ratios)}
+            if same.get(name) is not None:
+                row["same_tokens"] = same[name]
             self.rows.append(row)
             print_row(row)
         if any(again):
@@ -287,9 +290,7 @@ class Bench:
         ids = self.ids[:, :32]
         options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
         static = {**options, "cache_implementation": "static"}
-        model, hooked, plain, hand = (self.fresh() for _ in range(4))
-        hand = hand_edited(hand, layer, vector)
-        wrapped = NNsight(model, compile=True)
+        hooked, hand, wrapped = self.fresh(), hand_edited(self.fresh(), layer, vector), NNsight(self.fresh(), compile=True)
         with NNsight(self.fresh()).edit() as edited:
             edited.model.layers[layer].output[:, -1] += 4.0 * vector
         baked = edited.bake()
@@ -314,8 +315,8 @@ class Bench:
         }
         first = len(self.rows)
         self.table(f"decode {TOKENS} tokens, steered", contenders, next(iter(contenders)), max(2, self.rounds // 8), warm=2)
-        weights = sum(parameter.numel() * parameter.element_size() for parameter in plain.parameters())
-        limit = self.bandwidth() / (weights - plain.model.embed_tokens.weight.numel() * 2)
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in self.net.parameters())
+        limit = self.bandwidth() / (weights - self.net.model.embed_tokens.weight.numel() * 2)
         for row in self.rows[first:]:
             if "milliseconds" in row:
                 row["tokens_per_second"] = TOKENS / row["milliseconds"] * 1e3
@@ -431,18 +432,24 @@ def flat(value: Any) -> list[torch.Tensor]:
     return [tensor for item in value for tensor in flat(item)]
 
 
-def check(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> None:
-    """Compare results; tokens need not be the same to the last, since two equal logits may round to either side."""
+def check(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> float | None:
+    """Compare results; return the part of the tokens that are the same, if they are tokens."""
     assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
+    same = None
     for one, other in zip(found, expected, strict=True):
         if one.is_floating_point():
             apart = (one.double() - other.double()).norm() / other.double().norm()
-            assert apart <= tolerance, f"the result is {apart:.3g} of its norm away from the model with hooks"
+            assert apart <= tolerance, f"the result is {apart:.3g} of its norm away from that of the first contender"
+        else:
+            same = (one == other).double().mean().item()
+    return same
 
 
 def print_row(row: dict[str, Any]) -> None:
     """Print one line of a table."""
     figures = row.get("error") or f"{row['milliseconds']:10.3f} ms  x {row['ratio']:.3f}"
+    if "same_tokens" in row:
+        figures += f"  {row['same_tokens']:.2f} of the tokens the same"
     print(f"{row['shape']:5} {row['table']:30} {row['what']:50} {figures}", flush=True)
 
 

@@ -133,16 +133,15 @@ class BoundProgram:
             InvalidProgramError: If the program does not fit the input of the model.
             ExecutionFailedError: If the program fails while it runs.
         """
+        given = {name: self.inputs.checked(name, kwargs.pop(name)) for name in self._names if name in kwargs}
         if is_compiling() and self._inlined is not None:
-            given = {name: self.inputs.checked(name, kwargs.pop(name)) for name in self._names if name in kwargs}
             values = {**self.inputs.values, **given}
             return self._inlined({name: value.to(self.inputs.device) for name, value in values.items()}, args, kwargs)
-        return self._call(args, kwargs)
+        return self._call(args, kwargs, given)
 
     @uncompiled
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, torch.Tensor]) -> dict[str, Any]:
         leave_to_python("a program that is bound to a model")
-        given = {name: self.inputs.checked(name, kwargs.pop(name)) for name in self._names if name in kwargs}
         model, call = self._model, self._job.runs[0]["call"]
         generation: Any = Generation(model) if call == "generate" else None  # type: ignore[arg-type]
         driver = model._driver(False if self._differentiates else None, generation)

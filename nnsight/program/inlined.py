@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .baking import compiled_saves, compiled_segment, hook, segments
-from .format.errors import InvalidProgramError
+from .format.errors import ExecutionFailedError, InvalidProgramError
 from .format.payload import Job
 
 #: Dicts of a module that its copy has for itself.
@@ -20,6 +20,10 @@ _OWN = (
     "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
+
+
+#: What the copy of a module shares with the original, or has for itself; it follows all other attributes.
+_NOT_FOLLOWED = (vars(torch.nn.Module()).keys() - {"training"}) | {"_call_impl", "forward"}
 
 
 class _Copy(NamedTuple):
@@ -47,7 +51,10 @@ class InlinedProgram:
         self._copies: list[_Copy] = []
         parts = list(segments(job))
         self._root = self._copied(module, "", {part.site.rpartition(".")[0].partition(".")[2] for part in parts})
-        self._sites = [(hook(self._root, self._state, part, compiled_segment(job, part, None)), part.site) for part in parts]
+        self._sites = []
+        for part in parts:
+            passed = hook(self._root, self._state, part, compiled_segment(job, part, None))
+            self._sites.append((passed, part.site, part.nodes[0][1].get("line", "?")))
         self._saves = compiled_saves(job)
 
     def __call__(self, values: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -58,15 +65,16 @@ class InlinedProgram:
                     setattr(copied, name, value)
             for name, child in children:
                 if original._modules[name] is not child:
-                    raise RuntimeError(f"The model has another module at `{path}{name}` than when the program was bound: bind it again.")
+                    where = f"{path}{name}"
+                    raise InvalidProgramError(f"The model has another module at `{where}` than when the program was bound: bind it again.")
         state = self._state
         state.clear()  # of a call that failed
         for name, value in values.items():
             state[f"const {name}"] = value
         self._root(*args, **kwargs)
-        for passed, site in self._sites:
+        for passed, site, line in self._sites:
             if passed not in state:
-                raise RuntimeError(f"`{site}` was not reached: the model did not call this module.")
+                raise ExecutionFailedError(f"`{site}`, line {line} of the block, was not reached: the model did not call this module.")
         saved: dict[str, Any] = self._saves(self._root, state)
         state.clear()
         return saved
@@ -80,7 +88,7 @@ class InlinedProgram:
         made.__dict__.pop("_call_impl", None)  # of a run that is under way
         for name in _OWN:
             made.__dict__[name] = own[name].copy()
-        attributes = ("training", *(name for name in own if name not in vars(torch.nn.Module()) and name not in ("_call_impl", "forward")))
+        attributes = tuple(name for name in own if name not in _NOT_FOLLOWED)
         self._copies.append(_Copy(path, module, made, attributes, tuple(module._modules.items())))  # type: ignore[arg-type]
         for child in sorted({inner.partition(".")[0] for inner in below if inner}):
             inside = {inner.partition(".")[2] for inner in below if inner.partition(".")[0] == child}

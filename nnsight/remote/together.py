@@ -145,7 +145,7 @@ def _decoded(payload: bytes, limits: Limits) -> Job:
     """Return a job that is about to wait for its run."""
     job = decode_known(payload, limits)
     if len(payload) <= _LONGEST_WAITING:
-        with contextlib.suppress(KeyError, RuntimeError):  # another thread makes room, too
+        with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # another thread makes room, too
             while len(_waiting) >= _MOST_WAITING:
                 del _waiting[next(iter(_waiting))]
         _waiting[payload, limits] = job

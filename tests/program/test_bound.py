@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nnsight import NNsight, Program, fx
-from nnsight.remote import InvalidProgramError
+from nnsight.remote import ExecutionFailedError, InvalidProgramError
 
 from ..conftest import Hooks
 
@@ -205,6 +205,34 @@ def test_inside_such_a_function_it_uses_the_model_of_now() -> None:
     net[3] = nn.Linear(6, 6)
     with pytest.raises(Exception, match="another module at `3` than when the program was bound"):
         around(x)
+
+
+class Sometimes(nn.Module):
+    """Calls its second layer only if it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.both = nn.Linear(6, 6), nn.Linear(6, 6), True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.second(x) if self.both else x
+
+
+def test_a_location_that_such_a_function_does_not_reach_is_an_error() -> None:
+    net, x = Sometimes(), torch.randn(3, 6)
+    model = NNsight(net)
+    with model.trace(x, program=True) as tracer:
+        model.second.output *= 2.0
+        out = model.output.save()
+    bound = tracer.program.bind(model)
+    around = torch.compile(lambda x: bound(x)["out"], backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(around(x), out)
+    net.both = False
+    with pytest.raises(Exception, match=r"`model.second.output`, line \d+ of the block, was not reached"):
+        around(x)
+    with pytest.raises(ExecutionFailedError, match="`model.second.output.i0` was not reached"):
+        bound(x)
 
 
 def test_a_model_of_transformers_in_such_a_function() -> None:

@@ -463,27 +463,27 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     nnsight.CONFIG.APP.PROGRESS = False
-    rows = []
+    card = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
+    command = f"python benchmarks/gpu.py --shapes {options.shapes} --rounds {options.rounds}"
+    report: dict[str, Any] = {"device": card, "versions": versions, "command": command, "rows": []}
     for shape in options.shapes.split(","):
         bench = Bench(shape, options.device, options.rounds)
         for table in options.tables.split(","):
-            start = time.perf_counter()
+            start, before = time.perf_counter(), len(bench.rows)
             try:
                 getattr(bench, table)()
             except Exception as error:
                 bench.rows.append({"shape": shape, "table": table, "what": "", "error": f"{type(error).__name__}: {error}"[:500]})
                 print_row(bench.rows[-1])
             print(f"{'':5} {table}: {time.perf_counter() - start:.0f} s", flush=True)
-        rows += bench.rows
+            # After each table, so that a machine that is taken away takes one table with it.
+            report["rows"] += bench.rows[before:]
+            options.out.write_text(json.dumps(report, indent=2) + "\n")
         del bench
         gc.collect()
         if options.device != "cpu":
             torch.cuda.empty_cache()
-    card = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()}
-    command = f"python benchmarks/gpu.py --shapes {options.shapes} --rounds {options.rounds}"
-    report = {"device": card, "versions": versions, "command": command, "rows": rows}
-    options.out.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":

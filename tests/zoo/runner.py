@@ -180,7 +180,9 @@ class Keeper:
         module = reference if model is None else model._module
         subject = Subject(self.specimen, reference if model is None else None, model, given, others, order)
         grad = torch.set_grad_enabled(situation.grad)
-        with _as_before(module), grad, collected_reports() as reports, _fallbacks() as messages:
+        # cuDNN has no backward pass of recurrent networks in eval mode.
+        cudnn = torch.backends.cudnn.flags(enabled=not feature.grad)
+        with _as_before(module), grad, cudnn, collected_reports() as reports, _fallbacks() as messages:
             torch.manual_seed(0)
             found = function(subject)
         return found, reports, messages

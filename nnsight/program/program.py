@@ -250,13 +250,18 @@ def _title(node: dict[str, Any]) -> str:
     return f"{node['do']} {what}{number}" if node["do"] != "op" else str(what)
 
 
+#: Keys of nodes that a listing shows: with their values, and those that are set or not.
+_SHOWN = ("leaf", "inside", "value", "wrt", "gradient", "id", "of", "dim", "size", "text")
+_SHOWN_FLAGS = ("copy", "in_place", "loop", "no_grad", "retain_graph", "create_graph")
+
+
 def _shown(node: dict[str, Any]) -> str:
     parts = [_value(item) for item in node.get("args", [])] if node["do"] == "op" else []
     parts += [f"{key}={_value(value)}" for key, value in node.get("kwargs", {}).items()] if node["do"] == "op" else []
     if node["do"] == "apply":
         parts = [_value(node["args"]), _value(node["kwargs"])]
-    parts += [f"{key}={_value(node[key])}" for key in ("leaf", "inside", "value", "id", "of", "dim", "size") if key in node]
-    parts += [key for key in ("copy", "in_place", "loop", "no_grad") if node.get(key)]
+    parts += [f"{key}={_value(node[key])}" for key in _SHOWN if key in node]
+    parts += [key for key in _SHOWN_FLAGS if node.get(key)]
     return f"{_title(node)}({', '.join(parts)})"
 
 

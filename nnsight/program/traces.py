@@ -24,7 +24,7 @@ class ProgramTrace(Backend):
         model = tracer._model
         driver = tracer._choose_driver()
         recorded = record(tracer, super().__call__(tracer), for_others=True)
-        tracer.program = Program(recorded.job, recorded.fixed)
+        tracer.program = Program(recorded.job, recorded.fixed, tracer.info)
         bound = BoundProgram(recorded.job, model, (), recorded.tensors)
         args, kwargs = recorded.arguments
         tensors = bound.inputs.placed(anew=True)
@@ -70,4 +70,4 @@ def program_of(rerun: Rerun | None) -> Program:
     finally:
         saves.reset(token)
         tracer._close()
-    return Program(recorded.job, recorded.fixed)
+    return Program(recorded.job, recorded.fixed, block)

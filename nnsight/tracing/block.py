@@ -154,6 +154,11 @@ class Block:
         """The names of globals that it may read."""
         return tuple(self.looked_up.difference(self.shared))
 
+    @property
+    def last_line(self) -> int:
+        """The last line of its body."""
+        return max((statement.end_lineno or 0 for statement in self.body), default=self.line)
+
     def bindings(self, value: Any) -> dict[str, Any]:
         """Return the variables that ``as`` binds if the context manager gives ``value``."""
         if isinstance(self.target, str):

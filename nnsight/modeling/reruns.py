@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -75,6 +75,12 @@ class Rerun:
         self._model = weakref.ref(model)
         self.kind: type | None = None if function is model else type(function)
 
+    @property
+    def has_inputs(self) -> bool:
+        """Whether the tensors among the inputs are still those of the trace."""
+        described = [*self._inputs[0], *(value for _, value in self._inputs[1])]
+        return all(value.reference() is not None for value in _leaves(described) if type(value) is _Described)
+
     def tracer(self) -> ModelTracer:
         """Return a trace with the same block and inputs, ready to run, with copies of the variables.
 
@@ -117,6 +123,11 @@ def _kept(value: Any, known: dict[int, _Copied], depth: int = 0) -> Any:
         return weakref.ref(value)
     except TypeError:
         return _LOST
+
+
+def _leaves(kept: Iterable[Any]) -> Iterator[Any]:
+    for item in kept:
+        yield from _leaves(item.items) if type(item) is _Copied else [item]
 
 
 def _kept_input(value: Any) -> Any:

@@ -66,14 +66,15 @@ class ModelTracer(InterleavingTracer):
 
         A trace with ``program=True`` or ``remote="program"`` was recorded as one. The block of another trace runs once more at the first
         look at its program, on fakes, and on copies of its variables and of the lists, dicts and sets in them. What it does to other
-        objects of yours happens twice.
+        objects of yours happens twice. Where the block needs a value, the model runs once more too, and the program has a hole: it can be
+        printed and drawn, and not be saved or run.
 
         Raises:
             NotExpressibleError: If the block needs Python that a program cannot have, or a variable of it is gone.
             ValueError: If the trace has not run.
         """
         if self._program is None:
-            self._program = late("program_of")(self._rerun)
+            self._program = late("program_of")(self._rerun, self.report.mode in ("eager", "compiled"))
         return self._program
 
     @program.setter

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 
 from ..modeling.base import NNsight
+from ..runtime.report import Break
 from ..tracing import Block
 from .as_python import python_of
 from .bound import BoundProgram, check_names
+from .format.errors import NotExpressibleError
 from .format.payload import Job, decode, encode, inputs_of
 from .format.trees import references, with_references
 from .run.interpreter import ProgramBlock
@@ -37,6 +39,7 @@ class Program:
         job: A job of one run; its inputs are left out.
         fixed: Why names of the block are no inputs.
         block: The block that was recorded.
+        holes: Where Python got a value, and made of it what is a constant of the job.
 
     Raises:
         ValueError: If the job has several runs.
@@ -49,11 +52,14 @@ class Program:
         >>> Program.load("steering.safetensors").run(model, "The Eiffel Tower is in")["logits"]
     """
 
-    def __init__(self, job: Job, fixed: dict[str, str] | None = None, block: Block | None = None) -> None:
+    def __init__(
+        self, job: Job, fixed: dict[str, str] | None = None, block: Block | None = None, holes: Sequence[Break] = ()
+    ) -> None:
         if len(job.runs) != 1:
             raise ValueError(f"A program belongs to one run of a model, and this job has {len(job.runs)}.")
         run = {**job.runs[0], "args": {"list": []}, "kwargs": {"dict": []}}
         used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
+        self.holes = tuple(holes)
         self._job = Job([run], job.nodes, job.saves, {name: job.tensors[name] for name in sorted(used)})
         self._fixed = fixed or {}
         self._filename, self._lines = ("", (1, 0)) if block is None else (block.filename, (block.line, block.last_line))
@@ -62,7 +68,12 @@ class Program:
     # -- files -----------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the program to a file, in the format that servers take: one safetensors file, nothing pickled."""
+        """Write the program to a file, in the format that servers take: one safetensors file, nothing pickled.
+
+        Raises:
+            NotExpressibleError: If the program has holes.
+        """
+        self._check_whole()
         Path(path).write_bytes(encode(self._job))
 
     @staticmethod
@@ -78,6 +89,14 @@ class Program:
     def to_json(self) -> str:
         """Return the program as JSON, with the names of constants and without their values."""
         return json.dumps(self._job.content(), indent=1)
+
+    def _check_whole(self) -> None:
+        """Raise a :class:`NotExpressibleError` if the program has holes."""
+        if self.holes:
+            raise NotExpressibleError(
+                f"{self.holes[0]}. What Python made of the value is a constant of this program, which is right for the input of its trace "
+                "only, so the program can be printed and not be saved, run or applied. Decide with `torch.where`, and compute with torch."
+            )
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Program) and self._meaning() == other._meaning()
@@ -105,6 +124,8 @@ class Program:
         Raises:
             ValueError: If one is for ``trace`` and the other for ``generate``, or both save a value under one name.
         """
+        self._check_whole()
+        other._check_whole()
         first, second = self._job, other._job
         if first.runs[0]["call"] != second.runs[0]["call"]:
             raise ValueError("One of these programs was recorded in `model.trace(...)`, and the other in `model.generate(...)`.")
@@ -174,6 +195,7 @@ class Program:
             >>> steer = tracer.program.bind(model, inputs=["alpha", "direction"])
             >>> steer("The Eiffel Tower is in", alpha=2.0, direction=other)["logits"]
         """
+        self._check_whole()
         check_names(self._job, inputs, self._fixed)
         model._sync()
         if hasattr(model, "dispatch"):
@@ -190,6 +212,7 @@ class Program:
             InvalidProgramError: If the model lacks a part that the program names.
             ValueError: If the program consists of several invokes.
         """
+        self._check_whole()
         job = self._job
         if len({node["block"] for node in job.nodes}) > 1:
             raise ValueError("A program with several invokes belongs to their inputs, so it cannot be applied to others.")
@@ -210,7 +233,8 @@ class Program:
 
     def __repr__(self) -> str:
         """Return one line for each node."""
-        lines = [f"%{number} = {_shown(node)}" for number, node in enumerate(self._job.nodes)]
+        lines = [f"hole {hole}" for hole in self.holes]
+        lines += [f"%{number} = {_shown(node)}" for number, node in enumerate(self._job.nodes)]
         lines += [f"save {name} = {_value(tree)}" for name, tree in self._job.saves.items()]
         return "\n".join(lines)
 
@@ -225,7 +249,7 @@ class Program:
             >>> import steering
             >>> steering.program(model, "Hello", **program.inputs)["logits"]
         """
-        return python_of(self._job, self._text_of_line)
+        return "".join(f"# hole {hole}\n" for hole in self.holes) + python_of(self._job, self._text_of_line)
 
     def _text_of_line(self, line: int) -> str:
         first, last = self._lines

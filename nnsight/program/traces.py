@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..config import CONFIG
 from ..modeling.generation import Generation
 from ..modeling.reruns import GoneError, Rerun
 from ..tracing import Backend
 from ..tracing.saving import mount, saves
 from .bound import BoundProgram
 from .format.errors import NotExpressibleError
+from .format.limits import Limits
 from .program import Program
 from .record.recorder import record
+from .run.execution import execute_payload
 
 
 class ProgramTrace(Backend):
@@ -43,8 +46,10 @@ def program_trace(function: Any) -> ProgramTrace:
     return ProgramTrace()
 
 
-def program_of(rerun: Rerun | None) -> Program:
+def program_of(rerun: Rerun | None, ran_here: bool) -> Program:
     """Return the program of a trace that has run: its block runs once more, on fakes.
+
+    If it ``ran_here`` and its inputs are there, the block gets values that it needs, and the program holes.
 
     Raises:
         NotExpressibleError: If the block needs Python that a program cannot have, or a value from outside that is gone.
@@ -63,11 +68,18 @@ def program_of(rerun: Rerun | None) -> Program:
             f"{block.filename}:{block.line}: the program of this trace is recorded when it is first looked at, and {error} is gone by now. "
             "Look earlier, or trace with `program=True`, which records at once."
         ) from None
+    report = tracer.report
+    model: Any = tracer._model
+
+    def run(payload: bytes) -> bytes:
+        return execute_payload(model, payload, Limits(seconds=float("inf")))
+
     mount()
     token = saves.set({})
     try:
-        recorded = record(tracer, tracer.compile(), for_others=True)
+        send = run if ran_here and rerun.has_inputs else None
+        recorded = record(tracer, tracer.compile(), for_others=True, send=send, cuts=CONFIG.API.CUTS)
     finally:
         saves.reset(token)
         tracer._close()
-    return Program(recorded.job, recorded.fixed, block)
+    return Program(recorded.job, recorded.fixed, block, report.breaks)

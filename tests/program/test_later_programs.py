@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from typing import Any
 
@@ -141,9 +142,21 @@ def test_what_has_no_program_is_refused() -> None:
             _ = tracer.program
         if model[1].output.sum() > -1e9:
             out = model[2].output.save()
+    program, line = tracer.program, r"test_later_programs.py:\d+: A condition on a tensor needs a value at `model.1.output.i0`"
+    assert [hole.location for hole in program.holes] == ["model.1.output.i0"]
+    assert "model.2.output" in str(program)
+    for text in (str(program), program.to_python()):
+        assert re.match(f"(# )?hole .*{line}", text)
+    uses = lambda: program.save("x"), lambda: program.run(model, x), lambda: model.apply(program), lambda: program.then(program)
+    for use in uses:
+        with pytest.raises(NotExpressibleError, match=line):
+            use()
+    assert out.shape[0] == 3
+    with torch.no_grad(), model.trace(torch.randn(3, 6)) as tracer:  # this input is gone, and so is its value
+        if model[1].output.sum() > -1e9:
+            out = model[2].output.save()
     with pytest.raises(NotExpressibleError, match=r"test_later_programs.py:\d+: A condition on a tensor needs values"):
         _ = tracer.program
-    assert out.shape[0] == 3
     with model.trace(x, fn=model._module) as tracer:
         model[1].output.save()
     with pytest.raises(NotExpressibleError, match="only a trace of"):

@@ -71,6 +71,7 @@ class EventRecorder(TorchFunctionMode):
     demand: Callable[..., Any]
     compute_for_nested: Callable[[], None]
     _object: Callable[[Any], torch.Tensor]
+    call: Callable[..., Any]
 
     def __init__(self, graph: CapturedGraph, inputs: tuple[Any, ...], journal: Journal | None = None) -> None:
         super().__init__()
@@ -103,6 +104,7 @@ class EventRecorder(TorchFunctionMode):
         self.lazies: list[weakref.ref[LazyTensor] | None] = []
         self.externals: list[torch.Tensor] = []
         self.external_index: dict[int, int] = {}
+        self.view_index: dict[int, tuple[torch.Tensor, int]] = {}  # views of inputs, and their values
         self.lifted: list[torch.Tensor] = []
         self.numbers: tuple[int | float, ...] = ()
         self.sizes = self.binding  # and behind them the integers among the numbers
@@ -221,6 +223,9 @@ class EventRecorder(TorchFunctionMode):
                 return Input(position)
         if tensor.layout is not torch.strided:
             raise NotLowerableError(f"a tensor with layout {tensor.layout}")
+        source = self._input_behind(tensor)
+        if source is not None:
+            return source
         with torch._C.DisableTorchFunction():  # these are no calls of the block
             stride = None if tensor.is_contiguous() else tensor.stride()
             declared = Declare(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
@@ -231,6 +236,27 @@ class EventRecorder(TorchFunctionMode):
         self.externals.append(tensor)
         self.external_index[id(tensor)] = len(self.externals) - 1
         return External(len(self.externals) - 1)
+
+    def _input_behind(self, tensor: torch.Tensor) -> Value | None:
+        """Return a view of an input as a value, recorded as such, if ``tensor`` is one that autograd follows.
+
+        AOTAutograd cannot lower a graph that edits an input and a view of it, if both are inputs.
+        """
+        known = self.view_index.get(id(tensor))
+        if known is not None:
+            return Value(known[1])
+        with torch._C.DisableTorchFunction():
+            base = tensor._base if tensor.requires_grad else None
+            if base is None:
+                return None
+            given = ((number, item) for number, item in enumerate(self.inputs) if isinstance(item, torch.Tensor))
+            found = next((number for number, item in given if item is base or item._base is base), None)
+            placed = tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
+        if found is None:
+            return None
+        view = self.call(torch.as_strided, (self.inputs[found], *placed), {})
+        self.view_index[id(tensor)] = tensor, view._index
+        return Value(view._index)
 
     def _on_fakes(self, call: Call) -> Any:
         with (

@@ -10,7 +10,7 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 
-from nnsight import NNsight, fx
+from nnsight import NNsight, fx, save
 
 from ...conftest import Hooks
 
@@ -223,3 +223,35 @@ def test_a_tensor_that_goes_into_the_model_is_one_input_of_the_graph() -> None:
         out = model.output.save()
     torch.testing.assert_close(out, model.second(given.relu()), rtol=0.0, atol=0.0)
     assert tracer.report.code.count("external_0") > 0 and "external_1" not in tracer.report.code
+
+
+def test_an_input_and_a_view_of_it_are_edited() -> None:
+    """Behind a cut the hidden state is an input of the next graph, and a view of it that the block has made is no second input."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    model = NNsight(net, compile={"backend": "aot_eager"})
+
+    def run(x: torch.Tensor, compile: bool) -> Any:
+        with model.trace(x, compile=compile) as tracer:
+            hidden = model[0].output
+            first = hidden.detach().norm().item()
+            view = hidden[:, 1:]
+            if first > 0:
+                view *= 2.0
+                hidden[:] += 1.0
+                view.select(0, 0)[:] *= 3.0
+            total = hidden.sum().item()
+            out = model[2].output.save()
+            save(first), save(total)
+        out.sum().backward()
+        gradients = [parameter.grad for parameter in net.parameters()]
+        net.zero_grad()
+        return tracer, (first, total, out.detach(), *gradients)
+
+    for rows in (3, 5, 2, 5):
+        x = torch.randn(rows, 4)
+        fx.counters.reset()
+        tracer, found = run(x, True)
+        _, expected = run(x, False)
+        torch.testing.assert_close(found, expected)
+        assert tracer.report.notes == [], "everything is lowered"
+    assert (fx.counters.captures, fx.counters.compiles) == (0, 0)

@@ -255,7 +255,7 @@ def _shown(node: dict[str, Any]) -> str:
     parts += [f"{key}={_value(value)}" for key, value in node.get("kwargs", {}).items()] if node["do"] == "op" else []
     if node["do"] == "apply":
         parts = [_value(node["args"]), _value(node["kwargs"])]
-    parts += [f"{key}={_value(node[key])}" for key in ("leaf", "inside", "value", "id", "of", "dim", "size") if key in node]
+    parts += [f"{key}={_value(node[key])}" for key in ("key", "leaf", "inside", "value", "id", "of", "dim", "size") if key in node]
     parts += [key for key in ("copy", "in_place", "loop", "no_grad") if node.get(key)]
     return f"{_title(node)}({', '.join(parts)})"
 

@@ -32,6 +32,7 @@ provide(
     baked_edits="nnsight.program.edits",
     CompiledEdits="nnsight.program.edits",
     component_of="nnsight.modeling.component",
+    program_of="nnsight.program.traces",
     program_trace="nnsight.program.traces",
     model_key_of="nnsight.remote.protocol",
 )

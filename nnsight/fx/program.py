@@ -227,6 +227,16 @@ class State:
     wanting: tuple[bool | None, ...] | None = None
     behind: tuple[Any, tuple[Any, ...]] | None = None
 
+    @property
+    def does_work(self) -> bool:
+        """Whether the program that ends at this state does more than look at locations."""
+        state: State | None = self
+        while state is not None and state.event is not None and not isinstance(state.event, Cut):
+            if isinstance(state.event, (Call, Write, Skip)):
+                return True
+            state = state.parent
+        return False
+
     def program(self) -> Program:
         """Return the program that ends at this state and began at the start or the latest cut."""
         steps: list[Step] = []

@@ -10,19 +10,20 @@ effects on other objects, and what it prints, happen twice.
 
 from __future__ import annotations
 
-import copy
-from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
+from ..late_binding import late
 from ..runtime.interleaver import Interleaver
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Report
 from ..runtime.tracer import Batchable, Driver, InterleavingTracer, Named
 from ..tracing import Backend, Scope
-from ..tracing.block import is_bound, names_of
+from ..tracing.block import is_bound
 from ..tracing.saving import saves
+from .copies import container_copy
+from .reruns import Rerun
 from .scanning import ScanningTracer, scan_first
 
 #: Where traces run that do not say where, while the session around them runs elsewhere.
@@ -30,8 +31,6 @@ session_backend: ContextVar[Backend | None] = ContextVar("session_backend", defa
 
 #: Attribute of a class of tracers: the subclass of it that traces models.
 _FOR_MODELS = "_nnsight_for_models"
-
-_CONTAINERS = {list, dict, set, bytearray, deque, defaultdict, OrderedDict, Counter}
 
 
 class ModelTracer(InterleavingTracer):
@@ -58,6 +57,37 @@ class ModelTracer(InterleavingTracer):
         self._scan, self._validate = scan, validate
         self._attempt: Any = None  # at a replay, if there was one
         self._prepared: Any = None  # the arguments of the model then
+        self._rerun: Rerun | None = None
+        self._program: Any = None
+
+    @property
+    def program(self) -> Any:
+        """The block of the trace as a :class:`~nnsight.Program`.
+
+        A trace with ``program=True`` or ``remote="program"`` was recorded as one. The block of another trace runs once more at the first
+        look at its program, on fakes, and on copies of its variables and of the lists, dicts and sets in them. What it does to other
+        objects of yours happens twice.
+
+        Raises:
+            NotExpressibleError: If the block needs Python that a program cannot have, or a variable of it is gone.
+            ValueError: If the trace has not run.
+        """
+        if self._program is None:
+            self._program = late("program_of")(self._rerun)
+        return self._program
+
+    @program.setter
+    def program(self, made: Any) -> None:
+        self._program, self._rerun = made, None
+
+    def run(self) -> None:
+        """Run the block; see :meth:`Tracer.run`."""
+        rerun = Rerun(self)
+        try:
+            super().run()
+        finally:
+            if self._program is None:
+                self._rerun = rerun
 
     def replay(self) -> dict[str, Any] | None:
         """Have what the block does without running it, if :mod:`nnsight.fx.replay` knows it; return what it saves then."""
@@ -70,9 +100,9 @@ class ModelTracer(InterleavingTracer):
         replays = getattr(driver, "replays", None)
         if replays is None:
             return None
-        assert self.info is not None and self.scope is not None and self._frame is not None and self._modules is not None
+        assert self.info is not None and self.scope is not None and self._modules is not None
         self.output_location = f"{self._modules.path}.output"
-        attempt = replays.prepare(self.info, self.scope, self._frame.f_globals, self, self._model._tree)
+        attempt = replays.prepare(self.info, self.scope, self.module_globals, self, self._model._tree)
         if attempt is None:
             self.output_location = None
             return None
@@ -119,9 +149,9 @@ class ModelTracer(InterleavingTracer):
         scope = self.scope.copy()
         for cell in scope.cells.values():
             if is_bound(cell):
-                cell.cell_contents = _container_copy(cell.cell_contents, copies)
-        used = {name: self._frame.f_globals[name] for name in names_of(self.info.code)[1] if name in self._frame.f_globals}
-        module_globals = self._frame.f_globals | {name: _container_copy(value, copies) for name, value in used.items()}
+                cell.cell_contents = container_copy(cell.cell_contents, copies)
+        used = {name: self._frame.f_globals[name] for name in self.info.looked_up if name in self._frame.f_globals}
+        module_globals = self._frame.f_globals | {name: container_copy(value, copies) for name, value in used.items()}
         rehearsal._entered, rehearsal.info, rehearsal._frame = True, self.info, self._frame
         rehearsal.scope = Scope(scope.cells, self.scope.inner)
         token = saves.set({})
@@ -160,22 +190,3 @@ def tracer_class(kind: type[InterleavingTracer]) -> type[ModelTracer]:
 
 def _not_chosen(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
     raise AssertionError("the driver is chosen when the block runs")
-
-
-def _container_copy(value: Any, copies: dict[int, Any]) -> Any:
-    """Return ``value`` with built-in containers copied, at every depth and each once; other objects are shared."""
-    if id(value) in copies:
-        return copies[id(value)]
-    if type(value) is tuple:
-        return tuple(_container_copy(item, copies) for item in value)
-    if type(value) not in _CONTAINERS:
-        return value
-    made = copies[id(value)] = copy.copy(value)
-    if isinstance(made, dict):
-        made.update({key: _container_copy(item, copies) for key, item in made.items()})
-    elif not isinstance(made, (set, bytearray)):
-        for index, item in enumerate(made):
-            made[index] = _container_copy(item, copies)
-    return made
-
-

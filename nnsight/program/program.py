@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import linecache
 import os
 import shutil
 import subprocess
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 
 from ..modeling.base import NNsight
+from ..tracing import Block
+from .as_python import python_of
 from .bound import BoundProgram, check_names
 from .format.payload import Job, decode, encode, inputs_of
 from .format.trees import references, with_references
@@ -32,6 +35,8 @@ class Program:
 
     Args:
         job: A job of one run; its inputs are left out.
+        fixed: Why names of the block are no inputs.
+        block: The block that was recorded.
 
     Raises:
         ValueError: If the job has several runs.
@@ -44,13 +49,14 @@ class Program:
         >>> Program.load("steering.safetensors").run(model, "The Eiffel Tower is in")["logits"]
     """
 
-    def __init__(self, job: Job, fixed: dict[str, str] | None = None) -> None:
+    def __init__(self, job: Job, fixed: dict[str, str] | None = None, block: Block | None = None) -> None:
         if len(job.runs) != 1:
             raise ValueError(f"A program belongs to one run of a model, and this job has {len(job.runs)}.")
         run = {**job.runs[0], "args": {"list": []}, "kwargs": {"dict": []}}
         used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
         self._job = Job([run], job.nodes, job.saves, {name: job.tensors[name] for name in sorted(used)})
         self._fixed = fixed or {}
+        self._filename, self._lines = ("", (1, 0)) if block is None else (block.filename, (block.line, block.last_line))
         self._parts: tuple[Program, ...] = ()  # the programs that it was put together from
 
     # -- files -----------------------------------------------------------------------------------------------------
@@ -208,6 +214,28 @@ class Program:
         lines += [f"save {name} = {_value(tree)}" for name, tree in self._job.saves.items()]
         return "\n".join(lines)
 
+    def to_python(self) -> str:
+        """Return the program as the source of a function ``program(model, *args, **kwargs)``, which runs it in a trace.
+
+        The function takes the input of the model, and by name the values of :attr:`inputs` and, if there are some, :attr:`constants`. It
+        returns the saved values by name. Comments name the lines of the block, and have their text in the process that recorded it.
+
+        Example:
+            >>> Path("steering.py").write_text(program.to_python())
+            >>> import steering
+            >>> steering.program(model, "Hello", **program.inputs)["logits"]
+        """
+        return python_of(self._job, self._text_of_line)
+
+    def _text_of_line(self, line: int) -> str:
+        first, last = self._lines
+        return linecache.getline(self._filename, line).strip() if first <= line <= last else ""
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """The tensors that are part of the program and no inputs, by name."""
+        return {name: tensor for name, tensor in self._job.tensors.items() if name not in self.inputs}
+
     def to_dot(self) -> str:
         """Return the program as a graph in the language of graphviz."""
         lines = ["digraph program {", "  node [shape=box, fontname=monospace, fontsize=10];"]
@@ -250,13 +278,18 @@ def _title(node: dict[str, Any]) -> str:
     return f"{node['do']} {what}{number}" if node["do"] != "op" else str(what)
 
 
+#: Keys of nodes that a listing shows: with their values, and those that are set or not.
+_SHOWN = ("key", "leaf", "inside", "value", "wrt", "gradient", "id", "of", "dim", "size", "text")
+_SHOWN_FLAGS = ("copy", "in_place", "loop", "no_grad", "retain_graph", "create_graph")
+
+
 def _shown(node: dict[str, Any]) -> str:
     parts = [_value(item) for item in node.get("args", [])] if node["do"] == "op" else []
     parts += [f"{key}={_value(value)}" for key, value in node.get("kwargs", {}).items()] if node["do"] == "op" else []
     if node["do"] == "apply":
         parts = [_value(node["args"]), _value(node["kwargs"])]
-    parts += [f"{key}={_value(node[key])}" for key in ("key", "leaf", "inside", "value", "id", "of", "dim", "size") if key in node]
-    parts += [key for key in ("copy", "in_place", "loop", "no_grad") if node.get(key)]
+    parts += [f"{key}={_value(node[key])}" for key in _SHOWN if key in node]
+    parts += [key for key in _SHOWN_FLAGS if node.get(key)]
     return f"{_title(node)}({', '.join(parts)})"
 
 

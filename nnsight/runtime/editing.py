@@ -75,11 +75,10 @@ class EditingTracer(RunControls, Tracer):
     def execute(self, function: Callable[[], None]) -> Any:
         """Keep the block."""
         assert isinstance(function, types.FunctionType)
-        assert self.info is not None and self.scope is not None and self._frame is not None and self._source is not None
+        assert self.info is not None and self.scope is not None and self._source is not None
         kept = self.scope.copy()
         roots = {name for name, value in kept.items() if value is self._edited}
         for name in roots:
             del kept.cells[name].cell_contents
-        module_globals = self._frame.f_globals
         target = weakref.ref(self._edited)
-        self._edits.append(Edit(self.info, kept, module_globals, self._source, target, frozenset(roots)))
+        self._edits.append(Edit(self.info, kept, self.module_globals, self._source, target, frozenset(roots)))

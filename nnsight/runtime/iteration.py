@@ -73,9 +73,9 @@ class IteratorTracer(Tracer):
 
     def run(self) -> None:
         """Run the body of the ``with`` block once for each step; the target of ``as`` is the step."""
-        assert self.info is not None and self.scope is not None and self._frame is not None
+        assert self.info is not None and self.scope is not None
         for step in self:
-            self.info.bind(self.scope, step, self._frame.f_globals)()
+            self.info.bind(self.scope, step, self.module_globals)()
 
 
 class Iterations:

@@ -265,8 +265,8 @@ class InterleavingTracer(RunControls, Tracer):
         """Let the run stop at the operations that its blocks mention behind ``.source``."""
         if self._model is None:
             return
-        if self.info is not None and self.scope is not None and self._frame is not None:
-            open_mentioned(self._model._tree.open_mentioned, self.info, self.scope, self._frame.f_globals)
+        if self.info is not None and self.scope is not None:
+            open_mentioned(self._model._tree.open_mentioned, self.info, self.scope, self.module_globals)
         for edit in self._model._edits:
             open_mentioned(self._model._tree.open_mentioned, edit.block, edit.scope, edit.module_globals)
 

@@ -144,6 +144,21 @@ class Block:
         lines = linecache.getlines(self.filename)
         return body_lines(lines, self.line)[1] if lines else []
 
+    @functools.cached_property
+    def looked_up(self) -> frozenset[str]:
+        """The names that it looks up outside, those of its variables included."""
+        return frozenset(names_of(self.code)[1])
+
+    @functools.cached_property
+    def globals_read(self) -> tuple[str, ...]:
+        """The names of globals that it may read."""
+        return tuple(self.looked_up.difference(self.shared))
+
+    @property
+    def last_line(self) -> int:
+        """The last line of its body."""
+        return max((statement.end_lineno or 0 for statement in self.body), default=self.line)
+
     def bindings(self, value: Any) -> dict[str, Any]:
         """Return the variables that ``as`` binds if the context manager gives ``value``."""
         if isinstance(self.target, str):

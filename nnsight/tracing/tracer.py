@@ -98,6 +98,7 @@ class Tracer:
         self.backend = _HERE if backend is None else backend
         self.info: Block | None = None  # what was captured, while the context is open
         self.scope: Scope | None = None  # its variables, likewise
+        self.module_globals: dict[str, Any] = {}  # the globals of its module, likewise
         self._frame: types.FrameType | None = None
         self._previous: tuple[Any, Any, bool] | None = None  # trace functions of the thread and the frame; opcodes
 
@@ -115,7 +116,7 @@ class Tracer:
         frame = sys._getframe(1)
         while frame.f_code.co_name == "__enter__" and is_internal(frame.f_code) and frame.f_back is not None:
             frame = frame.f_back
-        self._frame = frame
+        self._frame, self.module_globals = frame, frame.f_globals
         try:
             self.capture()
         except BaseException as error:
@@ -227,8 +228,8 @@ class Tracer:
 
     def compile(self) -> Callable[[], None]:
         """Return the captured body, bound to its scope."""
-        assert self.info is not None and self.scope is not None and self._frame is not None
-        return self.info.bind(self.scope, self.target_value, self._frame.f_globals)
+        assert self.info is not None and self.scope is not None
+        return self.info.bind(self.scope, self.target_value, self.module_globals)
 
     @property
     def target_value(self) -> Any:
@@ -242,3 +243,4 @@ class Tracer:
 
     def _close(self) -> None:
         self.info = self.scope = self._frame = self._previous = None
+        self.module_globals = {}

@@ -1,4 +1,4 @@
-"""Random blocks as programs: recorded and run, read from a file, bound, as compiled edits and baked, they do what the block does.
+"""Random blocks as programs: recorded, read from a file, bound, as Python, as compiled edits and baked, they do what the block does.
 
 Each block is text, of statements that are drawn for a few locations. The reference is the eager trace, which the fuzzer compares with
 hooks.
@@ -10,6 +10,7 @@ import contextlib
 import linecache
 import os
 import random
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,9 @@ def check(kind: str, seed: int, folder: Path, backend: str) -> None:
     assert loaded == program
     inputs = sorted(program.inputs)
     bound = [one.bind(model, inputs=inputs) for one in (program, loaded) for model in (eager, compiled)]
+    (folder / "drawn.py").write_text(program.to_python())
+    python = runpy.run_path(str(folder / "drawn.py"))
+    constants = {"constants": program.constants} if program.constants else {}
     steered = edit(eager, x, w)
     baked = steered.bake(x)
     steered.compile(backend=backend)
@@ -134,6 +138,13 @@ def check(kind: str, seed: int, folder: Path, backend: str) -> None:
         for one in bound:
             with fitting(size):
                 same(one(y, **given), expected)
+        for model in (eager, compiled):
+            try:
+                as_written = python["program"](model, y, **constants, **program.inputs | given)
+            except AssertionError:  # of a size that the block looked at
+                assert size != (2, 6)
+            else:
+                same(as_written, expected)
         here = plain(eager, y, w)["logits"]
         torch.testing.assert_close(steered(y).logits, here, rtol=1e-4, atol=1e-4)
         with fitting(size):

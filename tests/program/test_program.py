@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import stat
 from pathlib import Path
 from typing import Any
@@ -218,7 +219,7 @@ def test_a_generation_that_ends_early_is_refused_where_the_block_looked_at_its_l
     assert last.tolist() == [options["eos_token_id"]]
 
 
-def test_a_field_of_an_output_is_found_where_another_input_gives_more_fields(model: Any) -> None:
+def test_a_field_of_an_output_is_found_where_another_input_gives_more_fields(model: Any, tmp_path: Path) -> None:
     with model.trace(SHORT, remote="program") as tracer:
         model.output.logits[:, -1] *= 2.0
         model.output.logits = model.output.logits + 1.0
@@ -229,9 +230,74 @@ def test_a_field_of_an_output_is_found_where_another_input_gives_more_fields(mod
     expected[:, -1] *= 2.0
     found = tracer.program.run(model, input_ids=ids, labels=ids, use_cache=False)["logits"]
     torch.testing.assert_close(found, expected + 1.0)
+    written = _run(tracer.program.to_python(), tmp_path)["program"](model, input_ids=ids, labels=ids, **tracer.program.inputs)
+    torch.testing.assert_close(written["logits"], expected + 1.0)
     baked = model.apply(tracer.program).bake()
     torch.testing.assert_close(baked(ids, labels=ids).logits, expected + 1.0)
     with model.trace(SHORT, labels=ids[:, :3], remote="program") as tracer:
         loss = model.output.loss.save()
     with pytest.raises(InvalidProgramError, match="the value there has no `loss`"):
         tracer.program.run(model, PROMPT)
+
+
+def test_a_program_as_python(model: Any, tmp_path: Path) -> None:
+    """The text runs in a trace, eager or compiled, and saves what the program saves."""
+    direction, alpha = torch.randn(model.config.n_embd), 4.0
+    with model.trace("The Eiffel Tower is in", remote="program") as tracer:
+        hidden = model.transformer.h[0].output
+        model.transformer.h[1].output[:, -1] += alpha * direction
+        model.transformer.h[2].mlp.skip(model.transformer.h[2].mlp.input)
+        first, second = hidden.chunk(2, -1)
+        parts = nnsight.save([first + second, hidden.masked_fill(hidden > 0.5, 0.25)])
+        lens = model.lm_head(model.transformer.ln_f(hidden)).argmax(-1).save()
+        norm = model.transformer.ln_f.output.detach().norm().save()
+        with model.lm_head.output.sum().backward():
+            gradient = hidden.grad.save()
+            hidden.grad = hidden.grad * 2.0
+        print("norm", norm)
+    program = tracer.program
+    text = program.to_python()
+    assert "  # line" in text
+    assert "model.transformer.h[1].output[:, -1] += alpha * direction" in text
+    names = _run(text, tmp_path)
+    ids = torch.arange(9)[None]
+    for each in (NNsight(model._module), NNsight(model._module, compile={"backend": "aot_eager"})):
+        found = names["program"](each, ids, **program.inputs)
+        expected = program.run(each, ids)
+        assert found.keys() == expected.keys() == {"parts", "lens", "norm", "gradient"}
+        torch.testing.assert_close(found, expected)
+    program.save(tmp_path / "program.safetensors")
+    loaded = Program.load(tmp_path / "program.safetensors").to_python()
+    assert "# line" in loaded and ": model.transformer" not in loaded, "a file has numbers of lines, and not their text"
+
+
+def _run(text: str, folder: Path) -> dict[str, Any]:
+    path = folder / f"written_{len(text)}.py"
+    path.write_text(text)
+    return runpy.run_path(str(path))
+
+
+def test_invokes_and_generations_as_python(model: Any, tmp_path: Path) -> None:
+    direction = torch.randn(model.config.n_embd)
+    with model.generate("Hello", max_new_tokens=3, do_sample=False, remote="program") as tracer:
+        for _ in tracer.iter[:3]:
+            model.transformer.h[1].output[:, -1] += direction
+        tokens = tracer.result.save()
+    names = _run(tracer.program.to_python(), tmp_path)
+    found = names["program"](model, "Hello", max_new_tokens=3, do_sample=False, **tracer.program.inputs)
+    torch.testing.assert_close(found, tracer.program.run(model, "Hello", max_new_tokens=3, do_sample=False))
+    with model.trace(remote="program") as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke("Hello there"):
+            hidden = model.transformer.h[0].output
+            barrier()
+            one = model.lm_head.output.save()
+        with tracer.invoke("Hello"):
+            barrier()
+            model.transformer.h[1].output[:] = hidden[:, -1:] * 0.0
+            two = model.lm_head.output.save()
+    program = tracer.program
+    names = _run(program.to_python(), tmp_path)
+    constants = {"constants": program.constants} if program.constants else {}
+    found = names["program"](model, ["Hello there", "Hello"], **constants, **program.inputs)
+    torch.testing.assert_close(found, program.run(model, ["Hello there", "Hello"]))

@@ -221,6 +221,12 @@ class CapturedGraph:
             made.outputs.setdefault(leaf_number, []).append(user)
 
     @cached_property
+    def last_work(self) -> int:
+        """Number of the last node that is more than a tap, or what is taken out of one: behind it the model computes nothing."""
+        works = (number for number, node in enumerate(self.nodes) if not (node in self.tap_number or node in self.tapped))
+        return max((number for number in works if self.nodes[number] is not self.output_node), default=-1)
+
+    @cached_property
     def memory(self) -> Memory:
         """Which nodes may share memory."""
         return Memory(self.graph_module.graph)

@@ -113,7 +113,7 @@ def _kind_of_record(kind: type) -> str:
         if kind.__dataclass_params__.frozen:  # type: ignore[attr-defined] # it is made anew, which must run no code
             sets_plainly = not hasattr(kind, "__post_init__") and all(field.init for field in dataclasses.fields(kind))
         return "dataclass" if sets_plainly else ""
-    made_in_python = bool(kind.__flags__ & _HEAP_TYPE) and kind.__module__.partition(".")[0] not in ("torch", "builtins")
+    made_in_python = bool(kind.__flags__ & _HEAP_TYPE) and kind.__module__.partition(".")[0] not in ("torch", "builtins", "nnsight")
     return "object" if made_in_python and sets_plainly and not issubclass(kind, (BaseException, Enum)) else ""
 
 

@@ -59,6 +59,7 @@ class PieceRunner(CallRecorder):
         self.failed_to_run = False  # whether a piece raised an error: what it has done by then must not be done again
         self._differentiates = any(_mentions_backward(mediator.info) for mediator in run.mediators)
         self.as_captured = True  # whether what the model goes on with is, but for its values, what was captured
+        self._ended: tuple[Break, str] | None = None  # where a backward pass is run behind all that the model computes
         if graph.whole is None:
             graph.whole = Piece.of(graph, 0)
         self._begin(graph.whole)
@@ -142,19 +143,14 @@ class PieceRunner(CallRecorder):
         assert self.tap is not None
         filename, line = user_position()
         location = self.tap.location
-        if self.fullgraph:
-            raise GraphBreakError(
-                f"{filename}:{line}: {reason} at `{location}`, and this trace was compiled with fullgraph=True. Instead, use "
-                f"{instead}; or compile without fullgraph to let the graph be cut here."
-            )
         cut = Break(location, reason, filename, line)
-        self.report.breaks.append(cut)
-        counters.add("breaks")
-        self.as_captured = False
-        if cut not in self.graph.cuts:
-            self.graph.cuts.add(cut)
-            logger.info("graph cut: %s", cut)
         stop = self.graph.order[self.tap.node]
+        self.settle_end()
+        if observed and stop > self.graph.last_work:
+            self._ended = cut, instead
+        else:
+            self._report(cut, instead)
+        self.as_captured = False
         if self.state.behind is None:  # the state decides the tap, and all that is resolved
             piece = Piece.of(self.graph, stop)
             piece = piece.without_duplicates([self.resolve(node) for node in piece.inputs])
@@ -164,6 +160,25 @@ class PieceRunner(CallRecorder):
         self.state = self.step(Cut(self.tap.index, alive))
         self.start_tables([*self.inputs[: len(self.graph.placeholders)], *carried])
         self._begin(behind)
+
+    def _report(self, cut: Break, instead: str) -> None:
+        """Report that the graph is cut, or raise if it must not be."""
+        if self.fullgraph:
+            raise GraphBreakError(
+                f"{cut.filename}:{cut.line}: {cut.reason} at `{cut.location}`, and this trace was compiled with fullgraph=True. "
+                f"Instead, use {instead}; or compile without fullgraph to let the graph be cut here."
+            )
+        self.report.breaks.append(cut)
+        counters.add("breaks")
+        if cut not in self.graph.cuts:
+            self.graph.cuts.add(cut)
+            logger.info("graph cut: %s", cut)
+
+    def settle_end(self) -> None:
+        """Report a backward pass behind all that the model computes as a cut, if the block goes on to compute behind it."""
+        if self._ended is not None and self.state.does_work:
+            ended, self._ended = self._ended, None
+            self._report(*ended)
 
     def compute_for_nested(self) -> None:
         """Make the lazy tensors real, because the block of a run inside this one uses one of them.
@@ -195,6 +210,7 @@ class PieceRunner(CallRecorder):
 
     def finish(self) -> list[Any]:
         """Run the rest of the graph; return what the captured graph returns, or stand-ins if nobody sees them."""
+        self.settle_end()
         _, outputs = self._run_piece(len(self.graph.nodes) - 1, self.graph.outputs)
         return outputs
 

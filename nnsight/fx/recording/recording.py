@@ -74,6 +74,7 @@ class Recording(PieceRunner):
             self.settle()
             outputs = self.finish()
         except EarlyStopException:
+            self.settle_end()
             if self.tap is not None:  # compute what the blocks have seen, and nothing behind it
                 self._run_piece(self.graph.order[self.tap.node], [])
             raise

@@ -11,7 +11,6 @@ name in the block is an operand of a call of torch, as in ``alpha * hidden``; it
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 import sys
 import types
@@ -26,18 +25,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...fx.recording.functions import TAKES_SCALAR_TENSORS, edits_in_place
 from ...fx.recording.numbers import floats_as_tensors
 from ...tracing import Block
-from ...tracing.block import names_of
 from ...tracing.errors import is_internal, user_position_now
 from ..run.interpreter import ProgramBlock
 from .refusals import LIBRARIES
 
 _Position = tuple[int | None, ...]
-
-
-@functools.lru_cache(maxsize=1024)
-def looked_up(code: types.CodeType) -> frozenset[str]:
-    """Return the names that a block looks up outside."""
-    return frozenset(names_of(code)[1])
 
 
 class NamedInputs:
@@ -50,7 +42,7 @@ class NamedInputs:
     """
 
     def __init__(self, block: Block, variables: dict[str, Any], taken: Collection[str] = ()) -> None:
-        used = looked_up(block.code) | set(block.shared)
+        used = block.looked_up | set(block.shared)
         self._block = block
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._floats: dict[str, float] = {}

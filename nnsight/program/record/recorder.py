@@ -42,7 +42,7 @@ from ..run.fake_runs import fake_model_of
 from ..run.occurrences import keys_of, places_of, structure_of, tensors_at
 from .binding import Recorded
 from .demands import Cuts, whole_lists
-from .inputs import NamedInputs, looked_up
+from .inputs import NamedInputs
 from .listening import OBSERVERS, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
 from .pruning import pruned
@@ -134,7 +134,7 @@ class Recorder(NodeRecorder):
         """Run the edits of the model of ``tracer`` on fakes, each as a block."""
         for number, edit in enumerate(tracer._model._edits):
             taken = {name for inputs in self._inputs.values() for name in inputs.names}
-            used = {name: edit.module_globals[name] for name in looked_up(edit.block.code) if name in edit.module_globals}
+            used = {name: edit.module_globals[name] for name in edit.block.looked_up if name in edit.module_globals}
             variables = {**used, **dict(edit.scope.items())}
             self._inputs[number] = NamedInputs(edit.block, variables, taken)
             self._outer.update({f"{name} {number}": value for name, value in variables.items() if type(value) in (list, dict)})
@@ -249,8 +249,8 @@ class Recorder(NodeRecorder):
     @staticmethod
     def _variables(tracer: Any) -> dict[str, Any]:
         """Return what the block of ``tracer`` finds outside, by name."""
-        used = tracer._frame.f_globals if tracer._frame is not None else {}
-        names = {name: used[name] for name in looked_up(tracer.info.code) if name in used}
+        used = tracer.module_globals
+        names = {name: used[name] for name in tracer.info.looked_up if name in used}
         return {**names, **dict(tracer.scope.items())}
 
     def _saved(self, name: str, value: Any, in_cache: bool = False) -> Any:

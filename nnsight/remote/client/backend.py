@@ -75,7 +75,7 @@ class RecordingBackend(ProgramBackend):
     def __call__(self, tracer: Any) -> Any:
         recorded = record(tracer, Backend.__call__(self, tracer), for_others=True)
         recorded.forget()
-        tracer.program = Program(recorded.job, recorded.fixed)
+        tracer.program = Program(recorded.job, recorded.fixed, tracer.info)
 
 
 _LINE = re.compile(r", line (\d+)(?= failed:|: )")
@@ -86,8 +86,7 @@ def _with_line(error: Exception, block: Block) -> Exception:
     message = str(error)
     found = _LINE.search(message)
     kind = InvalidProgramError if isinstance(error, InvalidProgramError) else ExecutionFailedError
-    last = max((statement.end_lineno or 0 for statement in block.body), default=0)
-    if found is None or not block.line <= int(found[1]) <= last:  # of a function that the block calls
+    if found is None or not block.line <= int(found[1]) <= block.last_line:  # of a function that the block calls
         return kind(message)
     text = linecache.getline(block.filename, int(found[1])).strip()
     message = f"{message[: found.end()]} of {block.filename}{message[found.end() :]}"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from nnsight import NNsight, UncompiledWarning, fx
 from nnsight.fx.recording.execution import GraphBreakError
@@ -369,3 +371,50 @@ def test_gradients_by_autograd_grad(model: NNsight) -> None:
         torch.testing.assert_close(gradient, expected)
         torch.testing.assert_close(out, net[3](third + expected))
         assert len(tracer.report.breaks) == compile
+
+
+def test_a_backward_pass_behind_all_that_the_model_computes_is_no_cut() -> None:
+    """Attribution patching at the logits is one graph, with the gradients that torch hooks see."""
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32, "vocab_size": 50}
+    dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    tiny_gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **dropout, bos_token_id=0, eos_token_id=0))
+    ids = torch.arange(8)[None] % 50
+    kept: list[torch.Tensor] = []
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        kept.append(output[0] if isinstance(output, tuple) else output)
+        kept[-1].retain_grad()
+
+    parts = [part for layer in tiny_gpt2.transformer.h for part in (layer.attn, layer.mlp)]
+    handles = [part.register_forward_hook(keep) for part in parts]
+    tiny_gpt2(ids).logits[:, -1].logsumexp(-1).sum().backward()
+    for handle in handles:
+        handle.remove()
+    expected = [each.grad for each in kept]
+    model = NNsight(tiny_gpt2, compile={"backend": "aot_eager", "fullgraph": True})
+    for place in (lambda: model.lm_head.output, lambda: model.output.logits):
+        with model.trace(ids) as tracer:
+            found = []
+            for layer in model.transformer.h:
+                found += [layer.attn.output[0], layer.mlp.output]
+            with place()[:, -1].logsumexp(-1).sum().backward():
+                gradients = [each.grad for each in reversed(found)].save()
+        assert tracer.report.breaks == []
+        assert tracer.report.mode == "compiled"
+        assert all(map(torch.allclose, reversed(gradients), expected))
+
+
+def test_an_edit_behind_a_backward_pass_at_the_end_makes_it_a_cut() -> None:
+    """Then there are two graphs; only the first one is there while the block has not gone on."""
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    for fullgraph in (False, True):
+        model = NNsight(net, compile={"backend": "eager", "fullgraph": fullgraph})
+        with pytest.raises(GraphBreakError, match="`backward` needs a concrete value at `model.1.output`") if fullgraph else nullcontext():
+            with model.trace(X) as tracer:
+                out = model[1].output
+                out.sum().backward(retain_graph=True)
+                out[:] = 0.0
+                result = model.output.save()
+            assert (result == 0).all()
+            assert [cut.location for cut in tracer.report.breaks] == ["model.1.output"]
+    net.zero_grad()

@@ -1,0 +1,161 @@
+"""What a trace keeps so that its block can run once more, on fakes, if somebody asks for its program.
+
+Nothing of the user's is kept alive. Numbers and texts are kept as they are. Lists, tuples and dicts are kept as copies of what was in them
+before the block ran, tensors and all other objects by weak references. A tensor among the inputs that is gone is replaced by one like
+it, as a run on fakes does not look at its values. A variable that is gone is an error.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..tracing import Scope
+from .copies import container_copy
+
+if TYPE_CHECKING:
+    from .tracing import ModelTracer
+
+#: Types of values that are kept as they are.
+_PLAIN = frozenset(
+    {int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, range, slice}
+    | {types.EllipsisType, types.BuiltinFunctionType}
+)
+
+#: Containers with more items are not copied, nor are those nested deeper.
+_LONGEST, _DEEPEST = 256, 4
+
+#: In the place of a value that cannot be kept.
+_LOST = object()
+
+
+class GoneError(LookupError):
+    """A value does not exist any more."""
+
+
+class _Copied(NamedTuple):
+    """A list, a tuple, or a dict (its keys, and its values as ``items``)."""
+
+    kind: type
+    keys: tuple[Any, ...]
+    items: tuple[Any, ...]
+
+
+class _Described(NamedTuple):
+    """A tensor, or what one like it has."""
+
+    reference: weakref.ref[torch.Tensor]
+    size: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Rerun:
+    """The block of a trace that is about to run, and what it finds outside; see the module.
+
+    Attributes:
+        block: The block.
+        kind: Class of what calls the model; ``None`` if the trace calls the model itself.
+    """
+
+    def __init__(self, tracer: ModelTracer) -> None:
+        assert tracer.info is not None and tracer.scope is not None and tracer._call is not None
+        self.block, self._inner, self._globals = tracer.info, tracer.scope.inner, tracer.module_globals
+        self._names, given = tuple(tracer.scope.cells), tracer.module_globals
+        known: dict[int, _Copied] = {}
+        self._variables = [(name, _kept(value, known)) for name, value in tracer.scope.items()]
+        self._used = [(name, _kept(given[name], known)) for name in self.block.globals_read if name in given]
+        _, function, args, kwargs = tracer._call
+        self._inputs = [_kept_input(argument) for argument in args], [(name, _kept_input(value)) for name, value in kwargs.items()]
+        model: Any = tracer._model
+        self._model = weakref.ref(model)
+        self.kind: type | None = None if function is model else type(function)
+
+    def tracer(self) -> ModelTracer:
+        """Return a trace with the same block and inputs, ready to run, with copies of the variables.
+
+        Raises:
+            GoneError: If a variable that the block found outside, or the model, is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise GoneError("the model")
+        made: dict[int, Any] = {}
+        copies: dict[int, Any] = {}
+        cells = {name: types.CellType() for name in self._names}
+        for name, value in _values(self._variables, made, self.block.stored):
+            cells[name].cell_contents = container_copy(value, copies)
+        used = {name: container_copy(value, copies) for name, value in _values(self._used, made)}
+        args = [_value(argument, made) for argument in self._inputs[0]]
+        kwargs = dict(_values(self._inputs[1], made))
+        calls = model if self.kind is None else self.kind(model)
+        tracer: ModelTracer = model._tracer(calls, args, kwargs, False, None)
+        tracer._entered, tracer.info, tracer.scope = True, self.block, Scope(cells, self._inner)
+        tracer.module_globals = self._globals | used
+        return tracer
+
+
+def _kept(value: Any, known: dict[int, _Copied], depth: int = 0) -> Any:
+    """Return what is kept of a value; ``known`` are the containers that were met before, by identity."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is list or kind is tuple or kind is dict:
+        if id(value) in known:
+            return known[id(value)]
+        if len(value) > _LONGEST or depth > _DEEPEST:
+            return _LOST
+        items = value.values() if kind is dict else value
+        kept = tuple([_kept(item, known, depth + 1) for item in items])
+        known[id(value)] = made = _Copied(kind, tuple(value) if kind is dict else (), kept)
+        return made
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return _LOST
+
+
+def _kept_input(value: Any) -> Any:
+    kind = type(value)
+    if kind is torch.Tensor:
+        return _Described(weakref.ref(value), value.size(), value.dtype, value.device)
+    if kind is dict and len(value) <= _LONGEST:
+        return _Copied(kind, tuple(value), tuple(map(_kept_input, value.values())))
+    return _kept(value, {})
+
+
+def _values(kept: Iterable[tuple[str, Any]], made: dict[int, Any], assigned: frozenset[str] = frozenset()) -> list[tuple[str, Any]]:
+    """Return values with their names; one that is gone is left out if the block assigns the name itself."""
+    found = []
+    for name, entry in kept:
+        try:
+            found.append((name, _value(entry, made)))
+        except GoneError:
+            if name not in assigned:
+                raise GoneError(f"`{name}`") from None
+    return found
+
+
+def _value(kept: Any, made: dict[int, Any]) -> Any:
+    """Return what was kept; a container that was kept once is ``made`` once."""
+    kind = type(kept)
+    if kind is weakref.ref:
+        found = kept()
+        if found is not None:
+            return found
+        raise GoneError("a value")
+    if kept is _LOST:
+        raise GoneError("a value")
+    if kind is _Described:
+        known = kept.reference()
+        return torch.ones(kept.size, dtype=kept.dtype, device=kept.device) if known is None else known
+    if kind is _Copied:
+        if id(kept) not in made:
+            items = [_value(item, made) for item in kept.items]
+            made[id(kept)] = dict(zip(kept.keys, items, strict=True)) if kept.kind is dict else kept.kind(items)
+        return made[id(kept)]
+    return kept

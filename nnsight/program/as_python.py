@@ -1,0 +1,257 @@
+"""Programs as Python: a function that does with a trace what a program does, to be read, changed and run.
+
+Each value of the program is a variable. ``leaf`` takes a tensor out of what a module returns, which may be a tensor or a tuple, as in the
+program; ``with_leaf`` puts another in its place. Operators are those of ``torch.ops.aten``.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Iterator
+from itertools import groupby, takewhile
+from typing import Any, NamedTuple
+
+import torch
+
+from .format.nodes import Node
+from .format.operators import OPERATORS
+from .format.payload import Job, inputs_of
+from .format.trees import references
+from .run.occurrences import leaf_at, tensors_at
+from .run.occurrences import with_leaf as _with_leaf
+
+#: Values in the JSON of a program that are written differently in Python.
+_OTHERS: dict[str, Callable[[Any], str]] = {
+    "dtype": lambda name: f"torch.{name}",
+    "float": lambda text: f"float({text!r})",
+    "str": repr,
+    "layout": lambda _: "torch.strided",
+    "device": lambda _: "device",
+    "absent": lambda _: "None",
+}
+
+
+def leaf(value: Any, number: int = 0, inside: int | None = None) -> Any:
+    """Return tensor ``number`` of a nested value; ``inside``: the number of a tensor in that, if it is a key-value cache."""
+    return leaf_at(value, {"leaf": number} if inside is None else {"leaf": number, "inside": inside})
+
+
+def with_leaf(value: Any, new: torch.Tensor, number: int = 0, key: str | None = None) -> Any:
+    """Return a nested value with ``new`` in place of its tensor ``number``, or of that in its item ``key``."""
+    return _with_leaf(value, {"leaf": number} if key is None else {"leaf": number, "key": key}, new)
+
+
+def tensors(value: Any) -> list[Any]:
+    """Return the tensors of a nested value."""
+    return tensors_at(value)
+
+
+class _Statement(NamedTuple):
+    """A statement, with what is inside it, if it is a ``with``; the occurrence and the grad mode that it stands in; the user's line."""
+
+    text: str
+    inside: tuple[_Statement, ...] | None
+    at: int
+    no_grad: bool
+    line: int | None
+
+
+def python_of(job: Job, text_of_line: Callable[[int], str]) -> str:
+    """Return the source of a function ``program(model, *args, **kwargs)`` that does what ``job`` does.
+
+    Args:
+        job: A program: a job of one run.
+        text_of_line: Returns the text of a line of the user's block, or nothing.
+    """
+    return _Writer(job, text_of_line).source()
+
+
+class _Writer:
+    def __init__(self, job: Job, text_of_line: Callable[[int], str]) -> None:
+        self._job, self._text_of_line = job, text_of_line
+        self._inputs = inputs_of(job)
+        self._line: int | None = None  # the latest one that was named
+
+    def source(self) -> str:
+        """Return the whole text."""
+        blocks = self._blocks()
+        generates = self._job.runs[0]["call"] == "generate"
+        body = [line for block in blocks for line in block]
+        barriers = {node["id"]: node["of"] for node in self._job.nodes if node["do"] == "barrier"}
+        made = [f"        barrier{number} = tracer.barrier({count})" for number, count in barriers.items()]
+        call = "generate" if generates else "trace"
+        given = "" if len(blocks) > 1 else "*args, **kwargs"
+        text = "\n".join([*made, *body])
+        device = ["    device = next(iter(model._module.parameters())).device"] if re.search(r"\bdevice\b", text) else []
+        saves = ", ".join(f"{name!r}: {self._value(tree)}" for name, tree in self._job.saves.items())
+        helpers = [name for name in ("leaf", "tensors", "with_leaf") if re.search(rf"\b{name}\(", text)]
+        lines = ["import torch", *([f"from nnsight.program.as_python import {', '.join(helpers)}"] if helpers else [])]
+        lines += ["", "aten = torch.ops.aten", "", "", f"def program({', '.join(self._parameters())}):"]
+        lines += [*device, f"    with model.{call}({given}) as tracer:", text or "        pass", f"    return {{{saves}}}", ""]
+        return "\n".join(lines)
+
+    def _parameters(self) -> list[str]:
+        used = {node["tensor"] for node in self._job.nodes if node["do"] == "const"}
+        constants = ["constants"] if used - self._inputs.keys() else []
+        return ["model", "*args", *constants, *sorted(self._inputs), "**kwargs"]
+
+    def _blocks(self) -> list[list[str]]:
+        """Return the lines of each block; the second one and those behind it see all rows."""
+        found: dict[int, list[tuple[int, Node]]] = {}
+        for number, node in enumerate(self._job.nodes):
+            found.setdefault(node["block"], []).append((number, node))
+        saved = dict.fromkeys(references(self._job.saves))
+        blocks = []
+        for order, block in enumerate(sorted(found)):
+            statements = list(self._statements(iter(found[block])))
+            numbers = {number for number, _ in found[block]}
+            kept = (self._reference(*reference) for reference in saved if reference[0] in numbers)
+            statements += [_Statement(f"{name}.save()", None, statements[-1].at, False, None) for name in kept]
+            if len(found) == 1:
+                blocks.append(list(self._written(statements, 2)))
+            else:
+                lines = list(self._written(statements, 3))
+                blocks.append([f"        with tracer.invoke({'*args, **kwargs' if order == 0 else ''}):", *lines])
+        return blocks
+
+    # -- statements ------------------------------------------------------------------------------------------------
+
+    def _statements(self, nodes: Iterator[tuple[int, Node]], at: int = 0) -> Iterator[_Statement]:
+        for number, node in nodes:
+            if node["do"] == "const":  # is written where it is used
+                continue
+            at = node.get("at", at)
+            inside = None
+            if node["do"] == "backward":
+                inside = tuple(self._statements(takewhile(lambda item: item[1]["do"] != "end", nodes), at))
+            yield _Statement(self._text(number, node), inside, at, bool(node.get("no_grad")), node.get("line"))
+
+    def _written(self, statements: list[_Statement], depth: int) -> Iterator[str]:
+        for (at, no_grad), group in groupby(statements, lambda statement: (statement.at, statement.no_grad)):
+            headers = [f"with tracer.iter[{at}]:"] * bool(at) + ["with torch.no_grad():"] * no_grad
+            for number, header in enumerate(headers):
+                yield "    " * (depth + number) + header
+            for statement in group:
+                yield from self._lines_of(statement, depth + len(headers))
+
+    def _lines_of(self, statement: _Statement, depth: int) -> Iterator[str]:
+        text = "    " * depth + statement.text
+        if statement.line is not None and statement.line != self._line:
+            self._line = statement.line
+            user = self._text_of_line(statement.line)
+            text += f"  # line {statement.line}{': ' * bool(user)}{user}"
+        yield text
+        if statement.inside is not None:
+            inside = [part._replace(at=0) for part in statement.inside]  # the occurrence is that of the pass
+            yield from self._written(inside, depth + 1) if inside else ["    " * (depth + 1) + "pass"]
+
+    def _text(self, number: int, node: Node) -> str:
+        """Return the statement of a node, or the header of the ``with`` that it is."""
+        name, copied = f"v{number}", ".clone()" if node.get("copy") else ""
+        match node["do"]:
+            case "weight":
+                return f"{name} = {_path('model.' + node['name'])}"
+            case "read":
+                return f"{name} = {self._leaf(node)}{copied}"
+            case "write":
+                value = self._value(node["value"])
+                if node.get("in_place"):
+                    return f"{self._leaf(node)}.copy_({value})"
+                site = _location(node["site"])
+                key = f", key={node['key']!r}" if "key" in node else ""
+                return f"{site} = with_leaf({site}, {value}{self._leaf_number(node)}{key})"
+            case "skip":
+                return f"{_path(node['site'].removesuffix('.input'))}.skip({self._value(node['value'])})"
+            case "op":
+                return f"{name} = {self._operator(node)}{copied if self._returns_one(node) else ''}"
+            case "apply":
+                args = [self._value(item) for item in node["args"]["list"]]
+                args += [f"{key}={self._value(item)}" for key, item in node["kwargs"]["dict"]]
+                return f"{name} = tensors({_path(node['module'])}({', '.join(args)}))"
+            case "barrier":
+                return f"barrier{node['id']}()"
+            case "stop":
+                return "tracer.stop()"
+            case "size":
+                return f"assert {self._value(node['value'])}.shape[{node['dim']}] == {node['size']}"
+            case "log":
+                return f"print({self._printed(node['text'])})"
+            case "requires_grad":
+                return f"{self._value(node['value'])}.requires_grad_()"
+            case "backward":
+                given = [f"gradient={self._value(node['gradient'])}"] if "gradient" in node else []
+                given += [f"{flag}=True" for flag in ("retain_graph", "create_graph") if node.get(flag)]
+                return f"with {self._value(node['value'])}.backward({', '.join(given)}):"
+            case "grad":
+                return f"{name} = {self._value(node['wrt'])}.grad"
+            case _:
+                return f"{self._value(node['wrt'])}.grad = {self._value(node['value'])}"
+
+    # -- parts of statements ---------------------------------------------------------------------------------------
+
+    def _leaf(self, node: Node) -> str:
+        key = f"[{node['key']!r}]" if "key" in node else ""
+        return f"leaf({_location(node['site'])}{key}{self._leaf_number(node)})"
+
+    @staticmethod
+    def _leaf_number(node: Node) -> str:
+        inside = f", {node['inside']}" if "inside" in node else ""
+        return f", {node['leaf']}{inside}" if node["leaf"] or inside else ""
+
+    def _operator(self, node: Node) -> str:
+        called, _, overload = node["name"].rpartition(".")
+        called = f"getattr({called}, {overload!r})" if keyword.iskeyword(overload) else node["name"]
+        args = [self._value(item) for item in node["args"]]
+        args += [f"{_name(key)}={self._value(value)}" for key, value in node.get("kwargs", {}).items()]
+        return f"{called}({', '.join(args)})"
+
+    @staticmethod
+    def _returns_one(node: Node) -> bool:
+        returned = OPERATORS[node["name"]]._schema.returns
+        return len(returned) == 1 and str(returned[0].type) == "Tensor"
+
+    def _printed(self, pieces: list[Any]) -> str:
+        parts = [repr(piece) if type(piece) is str else self._formatted(piece) for piece in pieces]
+        return ", ".join([*parts, 'sep=""'])
+
+    def _formatted(self, piece: dict[str, Any]) -> str:
+        value = self._value(piece["value"])
+        return f"format({value}.item(), {piece['format']!r})" if piece.get("format") else value
+
+    def _value(self, tree: Any) -> str:
+        """Return a nested value as Python."""
+        if type(tree) is list:
+            return f"[{', '.join(map(self._value, tree))}]"
+        if type(tree) is not dict:
+            return repr(tree)
+        ((kind, content),) = tree.items()
+        if kind == "ref":
+            return self._reference(*content)
+        if kind == "list":
+            return self._value(content)
+        if kind == "tuple":
+            return f"({', '.join(map(self._value, content))}{',' * (len(content) == 1)})"
+        if kind == "dict":
+            return "{" + ", ".join(f"{key!r}: {self._value(item)}" for key, item in content) + "}"
+        return _OTHERS[kind](content) if kind in _OTHERS else f"torch.{content}"
+
+    def _reference(self, number: int, output: int) -> str:
+        node = self._job.nodes[number]
+        if node["do"] == "const":
+            return str(node["tensor"]) if node["tensor"] in self._inputs else f"constants[{node['tensor']!r}]"
+        several = node["do"] == "apply" or (node["do"] == "op" and not self._returns_one(node))
+        return f"v{number}[{output}]" if several else f"v{number}"
+
+
+def _location(site: str) -> str:
+    return "tracer.result" if site == "result" else _path(site)
+
+
+def _path(path: str) -> str:
+    """Return the expression of a module, or of a location; the name of the root is ``model``."""
+    return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".")[1:])
+
+
+def _name(key: str) -> str:
+    return f"{key}_" if keyword.iskeyword(key) else key

@@ -37,9 +37,9 @@ def leaf(value: Any, number: int = 0, inside: int | None = None) -> Any:
     return leaf_at(value, {"leaf": number} if inside is None else {"leaf": number, "inside": inside})
 
 
-def with_leaf(value: Any, new: torch.Tensor, number: int = 0) -> Any:
-    """Return a nested value with ``new`` in place of its tensor ``number``."""
-    return _with_leaf(value, number, new)
+def with_leaf(value: Any, new: torch.Tensor, number: int = 0, key: str | None = None) -> Any:
+    """Return a nested value with ``new`` in place of its tensor ``number``, or of that in its item ``key``."""
+    return _with_leaf(value, {"leaf": number} if key is None else {"leaf": number, "key": key}, new)
 
 
 def tensors(value: Any) -> list[Any]:
@@ -159,7 +159,8 @@ class _Writer:
                 if node.get("in_place"):
                     return f"{self._leaf(node)}.copy_({value})"
                 site = _location(node["site"])
-                return f"{site} = with_leaf({site}, {value}{self._leaf_number(node)})"
+                key = f", key={node['key']!r}" if "key" in node else ""
+                return f"{site} = with_leaf({site}, {value}{self._leaf_number(node)}{key})"
             case "skip":
                 return f"{_path(node['site'].removesuffix('.input'))}.skip({self._value(node['value'])})"
             case "op":
@@ -190,7 +191,8 @@ class _Writer:
     # -- parts of statements ---------------------------------------------------------------------------------------
 
     def _leaf(self, node: Node) -> str:
-        return f"leaf({_location(node['site'])}{self._leaf_number(node)})"
+        key = f"[{node['key']!r}]" if "key" in node else ""
+        return f"leaf({_location(node['site'])}{key}{self._leaf_number(node)})"
 
     @staticmethod
     def _leaf_number(node: Node) -> str:

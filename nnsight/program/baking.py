@@ -221,13 +221,13 @@ def _statement(job: Job, number: int, node: Node, names: dict[str, str] | None) 
             return [f"v{number} = root{_getter(path)}.{attribute}"]
         case "read":
             copied = ".clone()" if node.get("copy") else ""
-            return [f"v{number} = leaf(value, {node['leaf']}){copied}"]
+            return [f"v{number} = leaf({_place(node)}){copied}"]
         case "write":
             if node.get("in_place"):
                 source, output = node["value"]["ref"]
                 follows = [f"v{source} = old"] if output == 0 and job.nodes[source]["do"] == "read" else []
-                return [f"old = leaf(value, {node['leaf']})", f"old.copy_({text(node['value'])})", *follows]
-            return [f"value = with_leaf(value, {node['leaf']}, {text(node['value'])})"]
+                return [f"old = leaf({_place(node)})", f"old.copy_({text(node['value'])})", *follows]
+            return [f"value = with_leaf({_place(node)}, {text(node['value'])})"]
         case "skip":
             path = node["site"].rpartition(".")[0]
             return [f"state[{f'skip {path}'!r}] = {text(node['value'])}"]
@@ -242,6 +242,11 @@ def _statement(job: Job, number: int, node: Node, names: dict[str, str] | None) 
     _, packet, overload = node["name"].split(".")
     name = packet if iskeyword(overload) else f"{packet}.{overload}"
     return [f"v{number} = torch.ops.aten.{name}({', '.join(parts)})"]
+
+
+def _place(node: Node) -> str:
+    """Return the arguments that name a leaf of a value, which is in an item of it if that has keys."""
+    return f"value, {node.get('key')!r}, {node['leaf']}"
 
 
 def _getter(path: str) -> str:
@@ -288,12 +293,17 @@ def _returns_several(node: Node) -> bool:
 # -- what the functions call -------------------------------------------------------------------------------------------
 
 
+#: Dynamo does not know the name of their classes.
+_NO_CACHES = (torch.Tensor, dict, list, tuple, type(None), bool, int, float, str)
+
+
 def _is_cache(value: Any) -> bool:
-    return type(value).__name__.endswith("Cache")
+    return not isinstance(value, _NO_CACHES) and type(value).__name__.endswith("Cache")
 
 
-def _leaf(value: Any, number: int) -> Any:
-    """Return leaf ``number`` of a nested value."""
+def _leaf(value: Any, key: str | None, number: int) -> Any:
+    """Return leaf ``number`` of a nested value, or of its item at ``key``."""
+    value = value if key is None else value[key]
     if isinstance(value, torch.Tensor):
         return value
     if number == 0 and isinstance(value, tuple) and value and isinstance(value[0], torch.Tensor):
@@ -301,13 +311,17 @@ def _leaf(value: Any, number: int) -> Any:
     return pytree.tree_leaves(value, is_leaf=_is_cache)[number]
 
 
-def _with_leaf(value: Any, number: int, new: torch.Tensor) -> Any:
-    """Return ``value`` with ``new`` as leaf ``number``."""
+def _with_leaf(value: Any, key: str | None, number: int, new: torch.Tensor) -> Any:
+    """Return ``value`` with ``new`` as leaf ``number``, or as that of its item at ``key``."""
     if isinstance(value, torch.Tensor):
         return new
     if number == 0 and type(value) is tuple and value and isinstance(value[0], torch.Tensor):
         return (new, *value[1:])
     leaves, structure = pytree.tree_flatten(value, is_leaf=_is_cache)
+    for name in value if key is not None else ():
+        if name == key:
+            break
+        number += len(pytree.tree_leaves(value[name], is_leaf=_is_cache))
     leaves[number] = new
     return pytree.tree_unflatten(leaves, structure)
 

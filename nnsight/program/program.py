@@ -303,7 +303,7 @@ def _title(node: dict[str, Any]) -> str:
 
 
 #: Keys of nodes that a listing shows: with their values, and those that are set or not.
-_SHOWN = ("leaf", "inside", "value", "wrt", "gradient", "id", "of", "dim", "size", "text")
+_SHOWN = ("key", "leaf", "inside", "value", "wrt", "gradient", "id", "of", "dim", "size", "text")
 _SHOWN_FLAGS = ("copy", "in_place", "loop", "no_grad", "retain_graph", "create_graph")
 
 

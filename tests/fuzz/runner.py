@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from nnsight import UncompiledWarning, fx
+from nnsight.remote import NotExpressibleError
 
 from ..conftest import Rows, assert_no_instrumentation
 from . import reference
@@ -151,10 +152,10 @@ def _run_blocks(case: Case) -> None:
                 for compile in (False, True) if order in (0, 2) else (True,):
                     found = _observe(net, pristine, case, plan, round, (model, function, compile))
                     lines = _complaints(net, case, plan, round, found, expected, compile)
-                    if lines:
-                        way = "compiled" if compile else "eager"
-                        head = [f"block {number} of {len(case.blocks)}, round {order}, {way}:", *lines]
-                        raise Disagreement("\n".join(["", *head, "", case.program(number, round)]))
+                    _agree(case, number, order, "compiled" if compile else "eager", lines)
+                if order == 0 and expected.error is None:
+                    found = _observe(net, pristine, case, plan, round, (model, function, None))
+                    _agree(case, number, order, "program", _differences_of_program(found, expected))
             with _clean(net, pristine), torch.set_grad_enabled(case.grad):
                 x = make_input(case.ids, 3, 5, 9)
                 out = torch.utils._pytree.tree_leaves(opened(model(x.clone())))
@@ -164,6 +165,12 @@ def _run_blocks(case: Case) -> None:
                     torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4, equal_nan=True)
             assert_no_instrumentation(net)
             linecache.cache.pop(function.__code__.co_filename, None)
+
+
+def _agree(case: Case, number: int, order: int, way: str, lines: list[str]) -> None:
+    if lines:
+        head = [f"block {number} of {len(case.blocks)}, round {order}, {way}:", *lines]
+        raise Disagreement("\n".join(["", *head, "", case.program(number, case.rounds[order])]))
 
 
 @contextlib.contextmanager
@@ -237,7 +244,7 @@ replays = 0
 def _observe(
     net: torch.nn.Module, pristine: dict[str, torch.Tensor], case: Case, plan: BlockPlan, round: Round, way: Any
 ) -> Outcome:
-    """Run a block once: by the reference without ``way``, else with ``(model, function, compile)``."""
+    """Run a block once: by the reference without ``way``, else with ``(model, function, compile)``; as a program if that is ``None``."""
     global _report, _fallbacks, replays
     _report, _fallbacks = None, []
     torch.manual_seed(7)
@@ -256,7 +263,8 @@ def _observe(
                 else:
                     model, function, compile = way
                     with _Fallbacks() as _fallbacks:
-                        out, cache, tracer, saved = function(model, w, *inputs, compile=compile)
+                        options = {"program": True, "compile": False} if compile is None else {"compile": compile}
+                        out, cache, tracer, saved = function(model, w, *inputs, **options)
                     _report = tracer.report
                     replays += _report.replayed
                     cache = None if cache is None else _read(cache)
@@ -282,7 +290,7 @@ def _observe(
             "box": vars(w.box),
             "buffers": {name: value.clone() for name, value in net.named_buffers()},
             "gradients": gradients,
-            "cache": closed(cache),
+            "cache": closed(None if cache is None else dict(sorted(cache.items()))),
             "random": torch.rand(1),
         }
         return Outcome(error, w.log, opened(values))
@@ -303,6 +311,23 @@ def _keeps_inputs(gradients: Any) -> bool:
     return refused and _report is not None and bool(_report.breaks)
 
 
+#: What a program has of what one can see after a run; it finds lists that are attributes of an object no more than a server does.
+_OF_PROGRAM = ("result", "inputs", "externals", "saved", "buffers", "cache")
+
+
+def _differences_of_program(found: Outcome, expected: Outcome) -> list[str]:
+    """Return what differs in a run of the recorded program; nothing if the block is none."""
+    if isinstance(found.error, NotExpressibleError):
+        return []
+    if found.error is not None:
+        return traceback.format_exception(found.error)[-12:]
+    for outcome in (found, expected):  # a cache of keys and values stays where the model is
+        kept = torch.utils._pytree.tree_leaves(outcome.values["cache"])
+        outcome.values["cache"] = [leaf for leaf in kept if isinstance(leaf, torch.Tensor)]
+    ours, theirs = (Outcome(None, [], {name: outcome.values[name] for name in _OF_PROGRAM}) for outcome in (found, expected))
+    return differences(ours, theirs, exact=False, sharing=False, partial=False, flags=False)
+
+
 def _complaints(
     net: torch.nn.Module, case: Case, plan: BlockPlan, round: Round, found: Outcome, expected: Outcome, compile: bool
 ) -> list[str]:
@@ -313,9 +338,6 @@ def _complaints(
         expected.values["gradients"] = found.values["gradients"]
     if compile and case.backend != "eager" and _keeps_inputs(found.values["gradients"]):
         expected.values["gradients"] = found.values["gradients"]
-    if expected.values["cache"] is not None and found.values["cache"] is not None:
-        for outcome in (found, expected):
-            outcome.values["cache"] = dict(sorted(outcome.values["cache"].items()))
     exact = not compile or (case.backend == "eager" and case.spec[0] not in INEXACT)
     if not exact and all(isinstance(outcome.values["gradients"], dict) for outcome in (found, expected)):
         # Ahead-of-time autograd gives zeros where autograd gives nothing.

@@ -124,6 +124,26 @@ def test_invokes_are_scanned_as_one_batch_of_which_each_sees_its_rows(demo: Lang
     assert demo.lm_head._fake_output.shape[0] == 3
 
 
+class Experts(torch.nn.Module):
+    """The products of a mixture of experts, for which fakes of torch take bfloat16 only."""
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        product = torch.nn.functional.grouped_mm
+        several = x.expand(2, *x.shape).contiguous()
+        one, other = product(x, weights, offs=ends), product(x.T, x, offs=ends)
+        return one, other, product(several, weights), product(several, weights[0], offs=ends * 3)
+
+
+def test_experts_in_float32_are_scanned() -> None:
+    if not hasattr(torch.nn.functional, "grouped_mm"):
+        pytest.skip("this torch has no grouped_mm")
+    model, given = NNsight(Experts()), (torch.randn(8, 16), torch.randn(2, 16, 24), torch.tensor([3, 8], dtype=torch.int32))
+    expected = model._module(*given[:2], given[2])
+    with model.scan(*given):
+        pass
+    assert sizes(model._fake_output) == sizes(expected)
+
+
 def test_a_skipped_module_returns_the_replacement_and_nothing_inside_runs(x: torch.Tensor) -> None:
     model = NNsight(torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(3, 4)), torch.nn.LazyLinear(2)))
     model._module(x)

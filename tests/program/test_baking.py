@@ -150,8 +150,11 @@ def test_a_llama_with_skips_weights_and_applied_modules() -> None:
         hidden = model.model.layers[1].output
         model.model.layers[1].output = model.model.norm(hidden) + model.model.embed_tokens.weight.mean()
     baked = edited.bake(example)
+    compiled = torch.compile(baked, fullgraph=True, backend="aot_eager")
     for given in (example, torch.randint(0, 50, (2, 7))):
-        torch.testing.assert_close(baked(given, use_cache=False).logits, edited(given, use_cache=False).logits)
+        expected = edited(given, use_cache=False).logits
+        torch.testing.assert_close(baked(given, use_cache=False).logits, expected)
+        torch.testing.assert_close(compiled(given).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_direction_is_trained_in_a_baked_module() -> None:

@@ -219,6 +219,27 @@ def test_a_generation_that_ends_early_is_refused_where_the_block_looked_at_its_l
     assert last.tolist() == [options["eos_token_id"]]
 
 
+def test_a_field_of_an_output_is_found_where_another_input_gives_more_fields(model: Any, tmp_path: Path) -> None:
+    with model.trace(SHORT, remote="program") as tracer:
+        model.output.logits[:, -1] *= 2.0
+        model.output.logits = model.output.logits + 1.0
+        logits = model.output.logits.save()
+    assert "key=logits" in repr(tracer.program)
+    ids = model.tokenizer(PROMPT, return_tensors="pt").input_ids
+    expected = model._module(ids).logits
+    expected[:, -1] *= 2.0
+    found = tracer.program.run(model, input_ids=ids, labels=ids, use_cache=False)["logits"]
+    torch.testing.assert_close(found, expected + 1.0)
+    written = _run(tracer.program.to_python(), tmp_path)["program"](model, input_ids=ids, labels=ids, **tracer.program.inputs)
+    torch.testing.assert_close(written["logits"], expected + 1.0)
+    baked = model.apply(tracer.program).bake()
+    torch.testing.assert_close(baked(ids, labels=ids).logits, expected + 1.0)
+    with model.trace(SHORT, labels=ids[:, :3], remote="program") as tracer:
+        loss = model.output.loss.save()
+    with pytest.raises(InvalidProgramError, match="the value there has no `loss`"):
+        tracer.program.run(model, PROMPT)
+
+
 def test_a_program_as_python(model: Any, tmp_path: Path) -> None:
     """The text runs in a trace, eager or compiled, and saves what the program saves."""
     direction, alpha = torch.randn(model.config.n_embd), 4.0

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+import nnsight
 from nnsight import NNsight
-from nnsight.remote import NotExpressibleError
+from nnsight.remote import InvalidProgramError, NotExpressibleError
 
 from ..conftest import Hooks
 from .test_bound import stack
@@ -76,3 +77,69 @@ def test_what_is_no_program_is_refused_at_its_line() -> None:
         model[1].output.save()
     with pytest.raises(ValueError, match="a function of yours is no part of a program"), model.trace(x, program=True, fn=model._module):
         model[1].output.save()
+
+
+class Passing(nn.Module):
+    """Passes what ``first`` returns on to ``again``, after ``between`` has computed with it; or edits it on the way."""
+
+    def __init__(self, edits: bool) -> None:
+        super().__init__()
+        self.first, self.between, self.again, self.edits = nn.Linear(4, 4), nn.Linear(4, 4), nn.Identity(), edits
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        side = self.between(hidden)
+        if self.edits:
+            hidden += 1.0
+        return self.again(hidden) + side
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("edits", [False, True])
+@pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}])
+def test_a_replacement_that_the_model_passes_on_is_edited_where_it_is_found(compile: Any, edits: bool) -> None:
+    torch.manual_seed(0)
+    model, x = NNsight(Passing(edits), compile=compile), torch.randn(2, 4)
+    expected = passing_on(model, x)
+    for name, value in passing_on(model, x, program=True).items():
+        torch.testing.assert_close(value, expected[name])
+
+
+def passing_on(model: Any, x: torch.Tensor, **options: Any) -> dict[str, Any]:
+    with model.trace(**options) as tracer:
+        cache = tracer.cache()
+        with tracer.invoke(x):
+            model.first.output = model.first.output * 2.0
+            model.again.output[:, 0] = model.again.output.mean()
+            kept = model.again.output.save()
+        with tracer.invoke():
+            before = model.between.input.clone().save()
+            after = model.again.output.clone().save()
+        with tracer.invoke():
+            out = model.output.save()
+    entries = {path: entry.output for path, entry in cache.items()}
+    return {"kept": kept, "before": before, "after": after, "out": out, **entries}
+
+
+def test_a_cache_of_a_compiled_model_is_read_when_the_model_has_returned_it(model: Any) -> None:
+    compiled = nnsight.LanguageModel(model._module, model.tokenizer, compile={"backend": "aot_eager"})
+    with compiled.trace("Hello", program=True) as tracer:
+        model.transformer.h[1].output[:] *= 2.0
+        out = compiled.output.save()
+    bound, expected = tracer.program.bind(compiled), tracer.program.run(model, "Hello there")["out"]
+    assert tracer.report.mode == "compiled"
+    torch.testing.assert_close(out.logits, tracer.program.run(model, "Hello")["out"]["logits"])
+    for _ in range(2):
+        torch.testing.assert_close(bound("Hello there")["out"], expected)
+
+
+def test_a_program_of_several_invokes_is_refused_on_another_number_of_rows(model: Any) -> None:
+    with model.trace(program=True) as tracer:
+        for prompt in ("Hello", "Hello there"):
+            with tracer.invoke(prompt):
+                model.transformer.h[1].output[:] *= 2.0
+                out = model.lm_head.output.save()
+    bound = tracer.program.bind(model)
+    torch.testing.assert_close(bound(["Hello", "Hello there"])["out"], out)
+    with pytest.raises(InvalidProgramError, match="dimension 0 of this value, which was 2 when the program was recorded and is 3"):
+        bound(["Hello", "Hello there", "Hello"])

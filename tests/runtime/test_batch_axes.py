@@ -199,6 +199,49 @@ def test_flattened_rows_are_gathered_in_their_order(sequence_first: bool) -> Non
     agree(run, (gate[mine], (logits[mine], scores[:1]), (logits[~mine], scores[1:])))
 
 
+class Grouped(torch.nn.Module):
+    """Sorts tokens by the expert that is to have them, and brings their results back into order."""
+
+    def __init__(self, scattered: bool) -> None:
+        super().__init__()
+        self.experts, self.head, self.scattered = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), scattered
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flat = x.reshape(-1, 4)
+        order = torch.sort(flat.argmax(-1)).indices
+        if self.scattered:
+            back = torch.empty_like(order)
+            back[order] = torch.arange(order.shape[0])
+        else:
+            back = order.argsort()
+        done = self.experts(flat[order])
+        return self.head(done[back].view_as(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("scattered", [True, False])
+def test_rows_that_were_sorted_and_brought_back_are_those_of_their_invokes(scattered: bool) -> None:
+    torch.manual_seed(0)
+    model = Along(Grouped(scattered))
+    a, b = torch.randn(1, 5, 4), torch.randn(2, 5, 4)
+
+    def edit(hidden: torch.Tensor) -> torch.Tensor:
+        return torch.cat([hidden[:1] * 2.0, hidden[1:]])
+
+    expected = Hooks(model._module).output("head", edit)(torch.cat([a, b]))
+
+    def run(compile: bool) -> tuple[Any, Any]:
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                model.head.output = model.head.output * 2.0
+                one = model.output.save()
+            with tracer.invoke(b):
+                two = model.output.save()
+        return (one, two), tracer
+
+    agree(run, (expected[:1], expected[1:]))
+
+
 class Doubled(torch.nn.Module):
     """Runs a batch twice over, as guidance without a classifier does, and repeats each row, as beams do."""
 

@@ -19,7 +19,7 @@ from nnsight import CONFIG
 
 from .features import FEATURES
 from .models import specimens
-from .runner import MODES, Cell, Keeper
+from .runner import MODES, Cell, Keeper, fits
 from .table import record
 
 
@@ -57,7 +57,7 @@ def main() -> int:
         keeper = Keeper(known[name], options.device)
         for mode in modes:
             for feature in features:
-                if not FEATURES[feature].fits(known[name]):
+                if not fits(FEATURES[feature], known[name], mode):
                     continue
                 cell = keeper.run(FEATURES[feature], mode)
                 cells.append(cell)

@@ -81,9 +81,10 @@ def backward(subject: Subject) -> dict[str, Any]:
                 found[kind] = held[kind].grad.clone()
         with other.backward(retain_graph=True):
             second = held["layer"].grad.clone().save()
-        (one * 0.5).backward(retain_graph=True)
+        if not subject.recorded:
+            (one * 0.5).backward(retain_graph=True)
     rough(out).backward()
-    return _with_gradients_and_buffers(subject.model._module, {**found, "second": second})
+    return _with_gradients_and_buffers(subject.module, {**found, "second": second})
 
 
 def backward_by_hand(subject: Subject) -> dict[str, Any]:
@@ -104,7 +105,10 @@ def backward_by_hand(subject: Subject) -> dict[str, Any]:
     first, passes = dict(found), 1
     other.backward(retain_graph=True)
     second = found["layer"]
-    (one * 0.5).backward(retain_graph=True)
+    if subject.recorded:
+        subject.module.zero_grad()
+    else:
+        (one * 0.5).backward(retain_graph=True)
     rough(out).backward()
     return _with_gradients_and_buffers(subject.module, {**first, "second": second})
 

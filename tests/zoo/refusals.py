@@ -54,6 +54,25 @@ REFUSALS: list[Refusal] = [
         features=frozenset({"skip-result", "generate-skip"}),
         modes=_COMPILED,
     ),
+    *(
+        Refusal(
+            error=error,
+            says="function of yours is" if error == "ValueError" else "another method of the model is Python of yours",
+            reason="the wrapper of this model has no `generate`, so that of the module is a method like any other, and no program",
+            models=frozenset({"whisper", "llava"}),
+            features=frozenset({"generation", "generate-skip"}),
+            modes=modes,
+        )
+        for error, modes in (("ValueError", frozenset({"program"})), ("NotExpressibleError", frozenset({"file", "bound"})))
+    ),
+    Refusal(
+        error="Failure",
+        says="3 tensors instead of 4",
+        reason="differs: the model returns a list with an entry for each image, and a program has as many as it was recorded with",
+        models=frozenset({"llava"}),
+        features=frozenset({"everything"}),
+        modes=frozenset({"bound"}),
+    ),
     Refusal(
         error="Failure",
         says="modified by an inplace operation",
@@ -61,6 +80,14 @@ REFUSALS: list[Refusal] = [
         models=frozenset({"rwkv"}),
         features=frozenset({"batch", "skip-result", "bfloat16"}),
         modes=_COMPILED,
+    ),
+    Refusal(
+        error="Failure",
+        says="modified by an inplace operation",
+        reason="uncompiled, with a warning: torch cannot differentiate this model with its cache on",
+        models=frozenset({"rwkv"}),
+        features=frozenset({"forward"}),
+        modes=frozenset({"bound"}),
     ),
     Refusal(
         error="Failure",

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from nnsight import LanguageModel, fx
+from nnsight import LanguageModel, Program, fx
 from nnsight.runtime.report import Report, collected_reports
 
 from .features import FEATURES
+from .forms import FORMS, Form, formed
 from .reference import visits
 from .refusals import refusal_of
 from .specimen import Specimen
@@ -34,6 +35,10 @@ MODES: dict[str, Any] = {
     "aot_eager": {"backend": "aot_eager"},
     "inductor": True,
     "whole": {"regions": False},
+    "program": False,
+    "file": False,
+    "bound": {"backend": "aot_eager"},
+    "baked": False,
 }
 SITUATIONS = [
     Situation(5, 1), Situation(9, 1), Situation(9, 2), Situation(7, 1, grad=False), Situation(12, 2), Situation(5, 2, grad=False),
@@ -102,8 +107,9 @@ class Keeper:
         self.device = device
         self.count = count
         self._references: dict[str, tuple[torch.nn.Module, list[tuple[str, str]]]] = {}
-        self._expected: dict[tuple[str, Situation], Any] = {}
+        self._expected: dict[tuple[str, Situation, bool], Any] = {}
         self._wrapped: dict[tuple[str, str], Any] = {}
+        self._programs: dict[tuple[str, Situation], list[Program]] = {}
 
     def run(self, feature: Feature, mode: str) -> Cell:
         """Run one cell; ``mode`` is a name in :data:`MODES`."""
@@ -144,31 +150,52 @@ class Keeper:
     # -- one situation ------------------------------------------------------------------------------------------------
 
     def _check(self, feature: Feature, mode: str, situation: Situation, cell: Cell) -> None:
-        expected = self._by_hand(feature, situation)
-        model = self._model(feature.variant, mode)
-        found, reports, fallbacks = self._run(feature.traced, feature, situation, model)
+        expected = self._by_hand(feature, situation, mode in FORMS)
+        model, form = self._model(feature.variant, mode)
+        captures, compiles = fx.counters.captures, fx.counters.compiles
+        found, reports, fallbacks = self._run(feature.traced, feature, situation, model, form)
         _assert_no_instrumentation(model._module)
+        if form is not None:
+            found, reports = form.result(found), form.reports
+            self._check_programs(form.programs, feature, situation)
+            if situation.seed and (captures, compiles) != (fx.counters.captures, fx.counters.compiles):
+                raise Failure(f"a program that is known was captured or lowered again: {[*map(str, reports)]}")
         cell.breaks += [str(cut) for report in reports for cut in report.breaks]
         wrong = difference(found, expected, DTYPES.get(feature.variant, torch.float32))
         if wrong:
             raise Failure(wrong)
         if fallbacks:
             raise Failure(f"log: {fallbacks[0]}")
-        wanted = "eager" if mode == "eager" else "compiled"
+        differentiates = form is not None and feature.grad  # which programs do eagerly
+        wanted = "compiled" if MODES[mode] and not differentiates else "eager"
         for report in reports:
             if report.notes:
                 raise Failure(f"not compiled: {report.notes[0]}")
             if report.mode != wanted or (wanted == "compiled" and not report.graphs):
                 raise Failure(f"it did not run {wanted}: {report}")
 
-    def _by_hand(self, feature: Feature, situation: Situation) -> Any:
-        key = feature.name, situation
+    def _check_programs(self, programs: list[Program], feature: Feature, situation: Situation) -> None:
+        """Compare programs with those that were recorded in other forms: on another model, without weights, or compiled."""
+        if not programs:
+            raise Failure("nothing was recorded")
+        others = self._programs.setdefault((feature.name, situation), programs)
+        if programs != others or [*map(hash, programs)] != [*map(hash, others)]:
+            raise Failure("another program is recorded in another form")
+
+    def _by_hand(self, feature: Feature, situation: Situation, recorded: bool) -> Any:
+        key = feature.name, situation, recorded and feature.grad
         if key not in self._expected:
-            self._expected[key] = self._run(feature.hooked, feature, situation, None)[0]
+            self._expected[key] = self._run(feature.hooked, feature, situation, None, recorded=recorded)[0]
         return self._expected[key]
 
     def _run(
-        self, function: Callable[[Subject], Any], feature: Feature, situation: Situation, model: Any
+        self,
+        function: Callable[[Subject], Any],
+        feature: Feature,
+        situation: Situation,
+        model: Any,
+        form: Form | None = None,
+        recorded: bool = False,
     ) -> tuple[Any, list[Report], list[str]]:
         """Run ``function`` with a wrapped model, or by hand, and leave gradients and statistics as they were."""
         dtype = DTYPES.get(feature.variant, torch.float32)
@@ -177,8 +204,10 @@ class Keeper:
         reference, order = self._reference(feature.variant)
         if model is None:
             self._count_positions(reference, given, others)
-        module = reference if model is None else model._module
-        subject = Subject(self.specimen, reference if model is None else None, model, given, others, order)
+        module = reference if model is None else (model if form is None else form.model)._module
+        subject = Subject(self.specimen, module, model, given, others, order, recorded or form is not None)
+        if form is not None:
+            form.begin(feature.name, situation.batch)
         grad = torch.set_grad_enabled(situation.grad)
         # cuDNN has no backward pass of recurrent networks in eval mode.
         cudnn = torch.backends.cudnn.flags(enabled=not feature.grad)
@@ -207,7 +236,8 @@ class Keeper:
                 self._references[variant] = module, visits(module, given, self.specimen.operation)
         return self._references[variant]
 
-    def _model(self, variant: str, mode: str) -> Any:
+    def _model(self, variant: str, mode: str) -> tuple[Any, Form | None]:
+        """Return the model whose traces run, and the form of programs that it records."""
         if (variant, mode) not in self._wrapped:
             kind = LanguageModel if self.specimen.language else Rows
             options = MODES[mode]
@@ -215,8 +245,19 @@ class Keeper:
                 # Inductor keeps more bits than torch between operations, which sends a token to another expert now and then.
                 rounded = {"emulate_precision_casts": True}
                 options = {"options": rounded} if options is True else {**options, "options": rounded}
-            self._wrapped[variant, mode] = kind(self._build(variant), compile=options)
+            self._wrapped[variant, mode] = self._wrap(kind, variant, mode, options)
         return self._wrapped[variant, mode]
+
+    def _wrap(self, kind: Any, variant: str, mode: str, options: Any) -> tuple[Any, Form | None]:
+        if mode not in FORMS:
+            return kind(self._build(variant), compile=options), None
+        model = formed(kind)(self._build(variant), compile=options)
+        form = FORMS[mode](model)
+        if mode == "file":  # recorded on one that has no weights
+            with torch.device("meta"):
+                model = formed(kind)(self.specimen.build("meta", DTYPES.get(variant, torch.float32), train=variant == "train"))
+        model.__dict__["form"] = form
+        return model, form
 
 
 @contextlib.contextmanager
@@ -258,3 +299,8 @@ def _short(error: BaseException) -> str:
     """Return what an error says, in one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " | ".join(lines)[:300]
+
+
+def fits(feature: Feature, specimen: Specimen, mode: str) -> bool:
+    """Say whether a cell is about something: the model has it, and the form of programs can be asked for it."""
+    return feature.fits(specimen) and (mode not in FORMS or feature.name in (FORMS[mode].features or (feature.name,)))

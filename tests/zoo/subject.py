@@ -35,11 +35,12 @@ class Subject:
 
     Attributes:
         specimen: What is known of the model.
-        module: The module that hooks may be put on, if this is the reference.
+        module: The module that runs; hooks may be put on it, if this is the reference.
         model: The wrapped model, if it is not.
         arguments: Those of the call.
         others: Those of a second call.
         order: ``("input", "output" or "operation", path)`` of what a call runs, in order.
+        recorded: Whether the block becomes a program, whose backward passes leave no gradients in weights.
     """
 
     specimen: Specimen
@@ -48,6 +49,7 @@ class Subject:
     arguments: dict[str, Any]
     others: dict[str, Any]
     order: list[tuple[str, str]] = field(default_factory=list)
+    recorded: bool = False
 
     @property
     def hooks(self) -> Hooks:

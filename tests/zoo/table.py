@@ -20,7 +20,10 @@ OUTCOMES = Path(__file__).with_name("outcomes.json")
 BEGIN, END = "<!-- zoo: written by python -m tests.zoo.table -->", "<!-- end of zoo -->"
 
 #: Letters of the modes in the table.
-LETTERS = {"eager": "e", "aot_eager": "a", "inductor": "i", "whole": "w"}
+LETTERS = {
+    "eager": "e", "aot_eager": "a", "inductor": "i", "whole": "w",
+    "program": "p", "file": "f", "bound": "b", "baked": "h",
+}
 
 #: Outcomes by model, feature and mode.
 Outcomes = dict[str, dict[str, dict[str, str]]]

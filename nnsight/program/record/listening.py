@@ -53,7 +53,7 @@ class RecordingInterleaver(compat.Interleaver):
         def seen(value: Any) -> None:
             assert self.at is not None
             site, at = self.at
-            with recorder.turn_of(OBSERVERS):
+            with recorder.turn_of(OBSERVERS), recorder.own_references(value):
                 visit = recorder.begin_visit(None, site, at, value)
                 observer(value if group is None else group.narrow(value, site, at))
                 recorder.end_visit(visit, value)

@@ -40,6 +40,7 @@ class Gradients:
         self._rows: Any = WeakIdKeyDictionary()  # rows of an invoke -> (whole tensor, group, where the rows are)
         self._off = ""
         self._enabling = 0
+        self._counted: set[int | None] = set()  # blocks of whose rows the recorder knows
         self._modes: dict[int | None, bool] = {}  # whether each block has gradients enabled
         self._before: Any = weakref.WeakKeyDictionary()  # the mode before each context manager of torch
         self.running = False
@@ -49,6 +50,7 @@ class Gradients:
     def begin_run(self) -> None:
         """Note in which grad mode the user traces."""
         self._modes.clear()
+        self._counted.clear()
         self.followed = torch.is_grad_enabled()
         if not self.followed:
             self._off = "the trace stands under `torch.no_grad()`"
@@ -94,10 +96,15 @@ class Gradients:
         return _Group(group.start, group.size, group.total, group.dims, gradients=self)
 
     def note_rows(self, group: BatchGroup, view: View) -> None:
-        """Note the rows that an invoke is given."""
+        """Note the rows that an invoke is given. A program for others has the number of all rows in it, once for each invoke."""
+        recorder = self._recorder
         for whole, rows, given in zip(view._leaves, view._rows, view._given, strict=True):
-            if rows is not None:
-                self._rows[given] = whole, group, rows
+            if rows is None:
+                continue
+            self._rows[given] = whole, group, rows
+            if recorder.runs_again and recorder.block not in self._counted:
+                self._counted.add(recorder.block)
+                recorder._look(whole, rows.dim)
 
     def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
         whole: torch.Tensor = self._rows.get(tensor, (tensor,))[0]

@@ -11,9 +11,10 @@ replacement becomes a ``write``, too. Rows of invokes are ordinary operators. No
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from ..format.sizes import has_unknown_size
 from ..format.trees import write_tree
 from ..run.draws import drawn_seed, samples
 from ..run.fake_runs import fake_model_of
-from ..run.occurrences import places_of, structure_of, tensors_at
+from ..run.occurrences import keys_of, places_of, structure_of, tensors_at
 from .binding import Recorded
 from .demands import Cuts, whole_lists
 from .inputs import NamedInputs
@@ -296,17 +297,23 @@ class Recorder(NodeRecorder):
         found = places_of(value)
         self.moves += 1
         visit = Stop(self.block, site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
+        visit.keys = keys_of(value) if self.runs_again else []
         for place, leaf in enumerate(visit.leaves):
             if not isinstance(leaf, FakeTensor) or any(leaf is other for other in visit.leaves[:place]):
                 continue
-            known = self._refs.get(leaf)
-            if known is not None and self.nodes[self._roots[known[0]]]["do"] == "op":
-                continue  # a block has put it there
             number = visit.reads[place] = self.emit("read", **visit.place(place))
             self._refs[leaf] = (number, 0)
             self._storages[number] = StorageWeakRef(leaf.untyped_storage())
         self._visits.append(visit)
         return visit
+
+    @contextlib.contextmanager
+    def own_references(self, value: Any) -> Iterator[None]:
+        """Let the blocks of the run keep their references to the tensors in ``value``, which something else looks at."""
+        before = [(leaf, self._refs[leaf]) for leaf in tensors_at(value) if isinstance(leaf, FakeTensor) and leaf in self._refs]
+        yield
+        for leaf, ref in before:
+            self._refs[leaf] = ref
 
     @unseen
     def end_visit(self, visit: Stop, left: Any) -> None:

@@ -18,12 +18,16 @@ class Stop:
     places: list[tuple[int, int | None]]
     leaves: list[Any]
     reads: dict[int, int] = field(default_factory=dict)  # the node of each leaf
+    keys: list[tuple[str, int]] = field(default_factory=list)  # of each leaf of a dict: its key, and the first leaf there
     edited: set[int] = field(default_factory=set)  # nodes of leaves that were edited in place
 
     def place(self, number: int) -> dict[str, Any]:
         """Return the keys of a node that name a leaf."""
         leaf, inside = self.places[number]
-        said = {"site": self.site, "at": self.at, "leaf": leaf}
+        said: dict[str, Any] = {"site": self.site, "at": self.at, "leaf": leaf}
+        if self.keys:
+            key, first = self.keys[leaf]
+            said |= {"key": key, "leaf": leaf - first}
         if inside is not None:
             said["inside"] = inside
         return {**said, "loop": True} if self.loop else said

@@ -239,7 +239,7 @@ class Interpreter:
                 if self.differentiates:
                     self._copied[source] = old, old._version, new
         else:
-            mediator.swap(_place(node), with_leaf(mediator.request(_place(node)), node["leaf"], new))
+            mediator.swap(_place(node), with_leaf(mediator.request(_place(node)), node, new))
 
     def _operate(self, number: int, node: Node) -> None:
         operator, first = OPERATORS[node["name"]], (node["args"] or [None])[:1]

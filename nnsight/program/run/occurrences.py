@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ...runtime.carriers import is_carrier, on_tensors
 from ...runtime.interleaver import Everywhere, Interleaver, active_run
 from ..format.errors import InvalidProgramError
+from ..format.trees import is_text
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.FunctionType)
 
@@ -49,18 +50,45 @@ def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
 def leaf_at(value: Any, node: dict[str, Any]) -> Any:
     """Return the leaf of a value that a node names; raise an :class:`InvalidProgramError` if there is none."""
     leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
-    number = node["leaf"]
+    number = number_of(value, node)
     if number < len(leaves) and "inside" in node:
-        leaves, number = tensors_at(leaves[number]) if is_carrier(leaves[number]) else [], node["inside"]
+        cache = _returned(leaves[number])
+        leaves, number = tensors_at(cache) if is_carrier(cache) else [], node["inside"]
     if number >= len(leaves):
         raise InvalidProgramError(f"the value there has no tensor number {number}")
     return leaves[number]
 
 
-def with_leaf(value: Any, number: int, new: torch.Tensor) -> Any:
-    """Return ``value`` with ``new`` in place of one of its leaves."""
+def _returned(leaf: Any) -> Any:
+    """Return a leaf; where a compiled model has still to return its cache, wait for that (:mod:`nnsight.fx.recording.deferred_outputs`)."""
+    wait = getattr(type(leaf), "_object", None)
+    return leaf if wait is None else wait(leaf)
+
+
+def keys_of(value: Any) -> list[tuple[str, int]]:
+    """Return, for each leaf of a dict, its key and the number of the first leaf there; nothing for another value."""
+    found: list[tuple[str, int]] = []
+    if isinstance(value, dict) and all(map(is_text, value)):
+        for key, item in value.items():
+            found += [(key, len(found))] * len(pytree.tree_leaves(item, is_leaf=is_carrier))
+    return found
+
+
+def number_of(value: Any, node: dict[str, Any]) -> int:
+    """Return the number of the leaf that a node names. In a dict it is at a key, before which other inputs may have other keys."""
+    number: int = node["leaf"]
+    if "key" not in node:
+        return number
+    first = next((first for key, first in keys_of(value) if key == node["key"]), None)
+    if first is None:
+        raise InvalidProgramError(f"the value there has no `{node['key']}`")
+    return first + number
+
+
+def with_leaf(value: Any, node: dict[str, Any], new: torch.Tensor) -> Any:
+    """Return ``value`` with ``new`` in place of the leaf that a node names."""
     leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
-    leaves[number] = new
+    leaves[number_of(value, node)] = new
     return pytree.tree_unflatten(leaves, structure)
 
 
@@ -120,14 +148,14 @@ class ObservedRun(Interleaver):
     """The run that the modules of the model see: notes the occurrences, and passes them on to the run of the blocks.
 
     ``seen`` makes of the model's value the one that the blocks have left, for each occurrence that they have seen. ``occurrences`` is
-    ``None`` after a change that may change sizes.
+    ``None`` after a change that may change sizes. ``given`` has the values with their leaves.
     """
 
-    __slots__ = ("_run", "_seen", "occurrences")
+    __slots__ = ("_run", "_seen", "given", "occurrences")
 
     def __init__(self, run: Interleaver, seen: list[Callable[[Any], Any]]) -> None:
         super().__init__([])
-        self._run, self._seen = run, list(reversed(seen))
+        self._run, self._seen, self.given = run, list(reversed(seen)), list[tuple[Any, list[Any]]]()
         self.occurrences: list[Occurrence] | None = None if seen else []
         self.offer = lambda run, location, value: run.handle(location, value)
         self.waited, self.counts, self.skips = Everywhere(), run.counts, run.skips
@@ -141,6 +169,7 @@ class ObservedRun(Interleaver):
             with contextlib.suppress(Exception):  # a cache that cannot be copied, or another object
                 kept = tuple(map(_copied, leaves))
             self.occurrences.append(Occurrence(location, kept, structure))
+            self.given.append((value, leaves))
         if location not in self._run.waited:
             self.counts[location] = self.counts.get(location, 0) + 1
             return value
@@ -211,6 +240,11 @@ def observed(
     observing = ObservedRun(run, seen)
     token = active_run.set(observing)
     try:
-        return call(), observing.occurrences
+        output = call()
     finally:
         active_run.reset(token)
+    for value, leaves in observing.given:  # the model may assign to a field of what a module has returned, which a replay would not
+        now = pytree.tree_leaves(value, is_leaf=is_carrier)
+        if len(now) != len(leaves) or not all(map(operator.is_, now, leaves)):
+            return output, None
+    return output, observing.occurrences

@@ -69,6 +69,8 @@ class Guesses(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
+            if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # which fakes of torch refuse
+                return _product_of_groups(*args, **(kwargs or {}))
             made = func(*args, **(kwargs or {}))
             if func is torch.ops.aten._is_all_true.default:
                 made._is_checked = True
@@ -87,6 +89,17 @@ class Guesses(TorchDispatchMode):
             if made is None:
                 raise
             return made
+
+
+def _product_of_groups(
+    one: torch.Tensor, other: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return the fake of ``aten._grouped_mm``: ``[m, k] x [g, k, n] -> [m, n]`` for experts, and likewise with groups elsewhere."""
+    rows, columns = one.shape[-2], other.shape[-1]
+    if one.dim() == other.dim():
+        groups = [one.shape[0]] if offs is None else [offs.shape[0]]
+        return one.new_empty((*groups, rows, columns), dtype=out_dtype)
+    return one.new_empty((rows, columns), dtype=out_dtype)
 
 
 def fake_argument(leaf: Any, dim: int | None, total: int, rows: int, mode: FakeTensorMode) -> Any:

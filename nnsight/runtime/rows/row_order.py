@@ -2,7 +2,8 @@
 
 The size 12 of six tokens times two rows does not tell whether the tokens of a row lie side by side (``[batch, sequence]``, flattened) or
 the rows of a token do (``[sequence, batch]``, flattened), or whether a batch was doubled. Views, ``cat``, ``repeat`` and
-``repeat_interleave`` change the order, sorting mixes the rows, and all other operations keep the order of their inputs.
+``repeat_interleave`` change the order, sorting mixes the rows, and all other operations keep the order of their inputs. The inverse of the
+permutation that a sort returns brings the order back, as in a mixture of experts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 MIXED = 0
 
 _TAG = "_nnsight_outer"
+
+#: Of a permutation that a sort has returned: the order of what was sorted.
+_BEFORE = "_nnsight_before"
 
 _aten = torch.ops.aten
 _VIEWS = {_aten.view, _aten._unsafe_view, _aten.reshape, _aten._reshape_alias}
@@ -67,7 +71,7 @@ class RowOrder(TorchDispatchMode):
         if packet in _SORTS and first is not None:
             sorted_dim = self._argument(args, kwargs, 2 if packet is _aten.topk else 1, "dim", -1)
             if sorted_dim % max(first.dim(), 1) == batch_dim(first.shape, self._rows):
-                return MIXED
+                return self._after_sort(packet, first, result, number)
         if packet in _VIEWS and first is not None:
             return self._after_view(first, result, dim, entries)
         if packet is _aten.repeat and first is not None:
@@ -78,6 +82,9 @@ class RowOrder(TorchDispatchMode):
         if packet is _aten.cat and self._argument(args, kwargs, 1, "dim", 0) % result.dim() == dim:
             return self._after_cat(args[0])
         if packet in _PUTS:
+            back = [getattr(index, _BEFORE) for index in given[1:] if hasattr(index, _BEFORE)]
+            if back and outer_of(given[0]) == MIXED:
+                return int(back[0])
             given = given[:1]
         elif packet in _PICKS:
             given = [tensor for tensor in given[1:] if self._entries(tensor) == entries] or given[:1]
@@ -108,6 +115,15 @@ class RowOrder(TorchDispatchMode):
         if rest or inner == 0 or entries % inner:
             return MIXED
         return entries // inner
+
+    @staticmethod
+    def _after_sort(packet: Any, given: torch.Tensor, result: torch.Tensor, number: int) -> int:
+        """Return the order after sorting the rows; ``number`` of the result is 0 for values and 1 for the permutation."""
+        if packet is _aten.argsort or (packet is _aten.sort and number == 1):
+            if hasattr(given, _BEFORE):  # the inverse
+                return int(getattr(given, _BEFORE))
+            setattr(result, _BEFORE, outer_of(given))
+        return MIXED
 
     def _after_cat(self, parts: list[torch.Tensor]) -> int:
         """Return the order after putting batches behind each other."""

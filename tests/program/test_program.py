@@ -301,3 +301,24 @@ def test_invokes_and_generations_as_python(model: Any, tmp_path: Path) -> None:
     constants = {"constants": program.constants} if program.constants else {}
     found = names["program"](model, ["Hello there", "Hello"], **constants, **program.inputs)
     torch.testing.assert_close(found, program.run(model, ["Hello there", "Hello"]))
+
+
+def test_a_list_of_another_length_is_refused() -> None:
+    """What a block makes of a list, one step for each item, is part of the program."""
+
+    class Parts(nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"parts": [row * 2.0 for row in x], "whole": x * 3.0}
+
+    model = NNsight(Parts())
+    with model.trace(torch.ones(2, 4), remote="program") as tracer:
+        total = sum(model.output["parts"]).save()
+    with model.trace(torch.ones(2, 4), remote="program") as other:
+        whole = model.output["whole"].save()
+    assert torch.equal(tracer.program.run(model, torch.ones(2, 4))["total"], torch.full((4,), 4.0))
+    for program in (tracer.program, Program(tracer.program._job)):
+        with pytest.raises(InvalidProgramError, match=r"line \d+: a list in the value there has another length"):
+            program.run(model, torch.ones(3, 4))
+    assert other.program.run(model, torch.ones(3, 4))["whole"].shape == (3, 4)
+    with pytest.raises(NameError):
+        print(total, whole)

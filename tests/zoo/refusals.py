@@ -66,9 +66,9 @@ REFUSALS: list[Refusal] = [
         for error, modes in (("ValueError", frozenset({"program"})), ("NotExpressibleError", frozenset({"file", "bound"})))
     ),
     Refusal(
-        error="Failure",
-        says="3 tensors instead of 4",
-        reason="differs: the model returns a list with an entry for each image, and a program has as many as it was recorded with",
+        error="InvalidProgramError",
+        says="a list in the value there has another length than in the recording",
+        reason="the model returns a list with an entry for each image, and a program is for as many as in its recording",
         models=frozenset({"llava"}),
         features=frozenset({"everything"}),
         modes=frozenset({"bound"}),

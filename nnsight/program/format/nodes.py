@@ -6,7 +6,8 @@ the node's position in the list, so a reference can point backwards only.
 
 =================  ======================================================================================================
 ``read``           the tensor ``leaf`` of the value at ``site``, at its occurrence ``at``, or of what is at ``key`` in that
-                   value; ``inside``: the number of a tensor in that leaf, if it is a cache; ``copy``: a copy of it
+                   value; ``inside``: the number of a tensor in that leaf, if it is a cache; ``copy``: a copy of it;
+                   ``lists``: the lengths of the lists there, which must be those of the recording
 ``const``          the tensor ``tensor`` of the container
 ``weight``         the parameter or buffer ``name`` of the model
 ``op``             the operator ``name`` of the table, applied to ``args`` and ``kwargs``; ``copy``: a copy of its result
@@ -68,12 +69,12 @@ _OPTIONAL = {"line"}
 
 #: Keys of each kind of node, required and optional.
 _KEYS: dict[str, tuple[set[str], set[str]]] = {
-    "read": ({"site", "at", "leaf"}, {"key", "inside", "copy", "loop"}),
+    "read": ({"site", "at", "leaf"}, {"key", "inside", "lists", "copy", "loop"}),
     "const": ({"tensor"}, set()),
     "weight": ({"name"}, set()),
     "op": ({"name", "args"}, {"kwargs", "copy", "no_grad"}),
     "apply": ({"module", "args", "kwargs"}, {"copy", "no_grad"}),
-    "write": ({"site", "at", "leaf", "value"}, {"key", "inside", "in_place", "loop"}),
+    "write": ({"site", "at", "leaf", "value"}, {"key", "inside", "lists", "in_place", "loop"}),
     "skip": ({"site", "at", "value"}, {"loop"}),
     "barrier": ({"id", "of"}, set()),
     "stop": (set(), set()),
@@ -185,6 +186,8 @@ class _Checker:
         for key in ("at", "leaf", "inside", "line", "id", "dim"):
             require(key not in node or (is_int(node[key]) and 0 <= node[key] < 2**31), f"`{key}` is no number of that kind")
         require("key" not in node or is_text(node["key"]), "`key` is no name")
+        lists = node.get("lists", [])
+        require(type(lists) is list and all(is_int(item) and item >= 0 for item in lists), "`lists` are no lengths")
         for key in ("site", "module", "name"):
             named = key not in node or (is_text(node[key]) and _SITE.fullmatch(node[key]) is not None)
             require(named, f"`{key}` is no path")

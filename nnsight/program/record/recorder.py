@@ -39,7 +39,7 @@ from ..format.sizes import has_unknown_size
 from ..format.trees import write_tree
 from ..run.draws import drawn_seed, samples
 from ..run.fake_runs import fake_model_of
-from ..run.occurrences import keys_of, places_of, structure_of, tensors_at
+from ..run.occurrences import keys_of, lists_in, places_of, structure_of, tensors_at
 from .binding import Recorded
 from .demands import Cuts, whole_lists
 from .inputs import NamedInputs
@@ -297,7 +297,10 @@ class Recorder(NodeRecorder):
         found = places_of(value)
         self.moves += 1
         visit = Stop(self.block, site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
-        visit.keys = keys_of(value) if self.runs_again else []
+        if self.runs_again:
+            visit.keys = keys_of(value)
+            parts = {key: value[key] for key, _ in visit.keys} or {None: value}
+            visit.lists = {key: lists for key, part in parts.items() if (lists := lists_in(part))}
         for place, leaf in enumerate(visit.leaves):
             if not isinstance(leaf, FakeTensor) or any(leaf is other for other in visit.leaves[:place]):
                 continue

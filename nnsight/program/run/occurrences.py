@@ -48,7 +48,12 @@ def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
 
 
 def leaf_at(value: Any, node: dict[str, Any]) -> Any:
-    """Return the leaf of a value that a node names; raise an :class:`InvalidProgramError` if there is none."""
+    """Return the leaf of a value that a node names; raise an :class:`InvalidProgramError` if there is none, or lists have other lengths."""
+    if "lists" in node and lists_in(value[node["key"]] if "key" in node else value) != node["lists"]:
+        raise InvalidProgramError(
+            "a list in the value there has another length than in the recording, and what came of its length is part of the program. "
+            "Record it for inputs with as many"
+        )
     leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
     number = number_of(value, node)
     if number < len(leaves) and "inside" in node:
@@ -71,6 +76,20 @@ def keys_of(value: Any) -> list[tuple[str, int]]:
     if isinstance(value, dict) and all(map(is_text, value)):
         for key, item in value.items():
             found += [(key, len(found))] * len(pytree.tree_leaves(item, is_leaf=is_carrier))
+    return found
+
+
+def lists_in(value: Any) -> list[int]:
+    """Return the length of each list in a value, in order."""
+    found: list[int] = []
+
+    def visit(spec: Any) -> None:
+        if spec.type is list:
+            found.append(spec.num_children)
+        for child in spec.children():
+            visit(child)
+
+    visit(structure_of(value))
     return found
 
 

@@ -299,7 +299,7 @@ class Recorder(NodeRecorder):
         visit = Stop(self.block, site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
         if self.runs_again:
             visit.keys = keys_of(value)
-            parts = {key: value[key] for key, _ in visit.keys} or {None: value}
+            parts: dict[str | None, Any] = {key: value[key] for key, _ in visit.keys} or {None: value}
             visit.lists = {key: lists for key, part in parts.items() if (lists := lists_in(part))}
         for place, leaf in enumerate(visit.leaves):
             if not isinstance(leaf, FakeTensor) or any(leaf is other for other in visit.leaves[:place]):

@@ -26,8 +26,9 @@ from ...fx.recording.functions import TAKES_SCALAR_TENSORS, edits_in_place
 from ...fx.recording.numbers import floats_as_tensors
 from ...tracing import Block
 from ...tracing.errors import is_internal, user_position_now
+from ..format.trees import write_tree
 from ..run.interpreter import ProgramBlock
-from .refusals import LIBRARIES
+from .refusals import LIBRARIES, refused
 
 _Position = tuple[int | None, ...]
 
@@ -166,3 +167,20 @@ def _operands_of(block: Block) -> Iterable[tuple[_Position, list[ast.Name]]]:
             names = [operand for operand in given if isinstance(operand, ast.Name)]
             if names:
                 yield (item.lineno, item.end_lineno, item.col_offset, item.end_col_offset), names
+
+
+def input_tree(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return the tree of the arguments of a run; copies of their tensors go to ``tensors``."""
+
+    def leaf(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            raise refused(
+                f"The input of the trace has a {type(item).__name__}, which cannot be sent: "
+                "tensors, numbers, and lists and dicts of them can."
+            )
+        name = f"@{len(tensors)}"
+        with _disable_current_modes():
+            tensors[name] = item.detach().clone()
+        return {"tensor": name}
+
+    return write_tree(list(value) if isinstance(value, tuple) else value, leaf)

@@ -21,7 +21,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...modeling.generation import Generation
 from ...runtime.carriers import is_carrier
@@ -42,7 +41,7 @@ from ..run.fake_runs import fake_model_of
 from ..run.occurrences import keys_of, lists_in, places_of, structure_of, tensors_at
 from .binding import Recorded
 from .demands import Cuts, whole_lists
-from .inputs import NamedInputs
+from .inputs import NamedInputs, input_tree
 from .listening import OBSERVERS, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
 from .printing import listening
 from .pruning import pruned
@@ -434,20 +433,3 @@ def called_by(tracer: Any) -> tuple[str, Any]:
             "another method of the model is Python of yours."
         )
     return call, root
-
-
-def input_tree(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the tree of the arguments of a run; copies of their tensors go to ``tensors``."""
-
-    def leaf(item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            raise refused(
-                f"The input of the trace has a {type(item).__name__}, which cannot be sent: "
-                "tensors, numbers, and lists and dicts of them can."
-            )
-        name = f"@{len(tensors)}"
-        with _disable_current_modes():
-            tensors[name] = item.detach().clone()
-        return {"tensor": name}
-
-    return write_tree(list(value) if isinstance(value, tuple) else value, leaf)

@@ -21,9 +21,8 @@ from ..runtime.tracer import Arguments, Driver, InterleavingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
 from .editable import Editable
-from .methods import TracedFunction, traced_method
 from .scanning import ScanningTracer
-from .tracing import ModelTracer, session_backend, tracer_class
+from .tracing import ModelTracer, TracedFunction, session_backend, traced_method, tracer_class
 
 if TYPE_CHECKING:
     from ..fx.driver import CompiledDriver

@@ -7,15 +7,16 @@ it, as a run on fakes does not look at its values. A variable that is gone is an
 
 from __future__ import annotations
 
+import copy
 import types
 import weakref
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from ..tracing import Scope
-from .copies import container_copy
 
 if TYPE_CHECKING:
     from .tracing import ModelTracer
@@ -28,6 +29,9 @@ _PLAIN = frozenset(
 
 #: Containers with more items are not copied, nor are those nested deeper.
 _LONGEST, _DEEPEST = 256, 4
+
+#: Containers that a run of a block on fakes gets copies of.
+_CONTAINERS = {list, dict, set, bytearray, deque, defaultdict, OrderedDict, Counter}
 
 #: In the place of a value that cannot be kept.
 _LOST = object()
@@ -170,3 +174,20 @@ def _value(kept: Any, made: dict[int, Any]) -> Any:
             made[id(kept)] = dict(zip(kept.keys, items, strict=True)) if kept.kind is dict else kept.kind(items)
         return made[id(kept)]
     return kept
+
+
+def container_copy(value: Any, copies: dict[int, Any]) -> Any:
+    """Return ``value`` with built-in containers copied, at every depth and each once; other objects are shared."""
+    if id(value) in copies:
+        return copies[id(value)]
+    if type(value) is tuple:
+        return tuple(container_copy(item, copies) for item in value)
+    if type(value) not in _CONTAINERS:
+        return value
+    made = copies[id(value)] = copy.copy(value)
+    if isinstance(made, dict):
+        made.update({key: container_copy(item, copies) for key, item in made.items()})
+    elif not isinstance(made, (set, bytearray)):
+        for index, item in enumerate(made):
+            made[index] = container_copy(item, copies)
+    return made

@@ -6,25 +6,32 @@ its first line.
 ``scan=True`` runs the model on fakes first, for the sizes. ``validate=True`` runs the block with it, so that mistakes are raised before
 anything is computed or loaded. In this rehearsal the block works on copies of its variables, and of lists, dicts and sets in them. Its
 effects on other objects, and what it prints, happen twice.
+
+``with model.encode(x) as tracer:`` runs the method ``encode`` of the wrapped module with the block. The trace calls a function that
+prepares and joins inputs as the model does; its locations are those of the modules that the method calls. A class can define what a traced
+method does by a method ``__nnsight_encode__``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ..envoy.envoy import Envoy
 from ..late_binding import late
 from ..runtime.interleaver import Interleaver
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Report
-from ..runtime.tracer import Batchable, Driver, InterleavingTracer, Named
+from ..runtime.tracer import Arguments, Batchable, Driver, InterleavingTracer, Named
 from ..tracing import Backend, Scope
 from ..tracing.block import is_bound
 from ..tracing.saving import saves
-from .copies import container_copy
-from .reruns import Rerun
+from .reruns import Rerun, container_copy
 from .scanning import ScanningTracer, scan_first
+
+if TYPE_CHECKING:
+    from .base import NNsight
 
 #: Where traces run that do not say where, while the session around them runs elsewhere.
 session_backend: ContextVar[Backend | None] = ContextVar("session_backend", default=None)
@@ -165,6 +172,32 @@ class ModelTracer(InterleavingTracer):
     def _close(self) -> None:
         super()._close()
         self._choose_driver = self._modules = self._attempt = self._prepared = None
+
+
+class TracedFunction:
+    """A ``function`` that calls modules of the model ``root``, for a trace; ``prepares``: on input prepared as the model's."""
+
+    def __init__(self, root: NNsight, function: Callable[..., Any], prepares: bool = True) -> None:
+        self._root, self._function, self._prepares = root, function, prepares
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def _prepare_input(self, *args: Any, **kwargs: Any) -> Arguments:
+        return self._root._prepare_input(*args, **kwargs)[:2] if self._prepares else (args, kwargs)
+
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
+        return self._root._batch(batched, *args, **kwargs)
+
+
+def traced_method(root: NNsight, envoy: Envoy, name: str) -> TracedFunction:
+    """Return a method of the module of ``envoy``, which is looked up when it runs, as the module may be loaded by then."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        own = getattr(envoy, f"__nnsight_{name}__", None)
+        return (own or getattr(envoy._module, name))(*args, **kwargs)
+
+    return TracedFunction(root, call, prepares=envoy is root)
 
 
 def tracer_class(kind: type[InterleavingTracer]) -> type[ModelTracer]:

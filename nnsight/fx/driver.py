@@ -225,6 +225,16 @@ class CompiledDriver:
             message = f"A call of the compiled model {type(self.tree.root).__name__} runs uncompiled: {reason}. {remedy}"
             warnings.warn_explicit(message, UncompiledWarning, filename, line)
 
+    def call_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``function``, in which each call of the model runs compiled, without blocks."""
+        routed, given_up = _routed.set(self), _given_up.set([])
+        try:
+            with self._route(), self._progress():
+                return function(*args, **kwargs)
+        finally:
+            _given_up.reset(given_up)
+            _routed.reset(routed)
+
     def around(self, function: Callable[..., Any]) -> Driver:
         """Return a driver that calls ``function``, in which each call of the model runs compiled."""
 
@@ -250,12 +260,14 @@ class CompiledDriver:
         root, compiled = self.tree.root, self._compiled()
 
         def routed_call(*args: Any, **kwargs: Any) -> Any:
-            if _routed.get() is self:
-                with self._surrounded(active_interleaver()), self._watched():
-                    output = self._call(compiled, args, kwargs)
-                run = active_interleaver()
-                return returned(run, output) if isinstance(run, Interleaver) else output
-            return root._call_impl(*args, **kwargs)
+            if _routed.get() is not self:
+                return root._call_impl(*args, **kwargs)
+            run = active_interleaver()
+            if run is None:
+                return self.call_plain(args, kwargs)
+            with self._surrounded(run), self._watched():
+                output = self._call(compiled, args, kwargs)
+            return returned(run, output) if isinstance(run, Interleaver) else output
 
         namespace = root.__dict__
         with self._lock:

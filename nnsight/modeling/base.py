@@ -331,10 +331,15 @@ class NNsight(Editable):
 
     @uncompiled
     def _call_edited(
-        self, function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any], must_run: bool = True
+        self,
+        function: Callable[..., Any] | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        must_run: bool = True,
+        compile: bool | str | None = None,
     ) -> Any:
         """Call the model, or ``function`` instead, with the edits of this object; ``must_run`` as for :meth:`.call_edited`."""
-        driver = self._driver(None, function)
+        driver = self._driver(compile, function)
         return InterleavingTracer(driver, self, args, kwargs, named=self).call_edited(must_run)
 
     def _call_method(self, name: str, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -212,7 +212,7 @@ class DiffusionModel(MetaMixin):
         generation = PipelineRun(self)
         if calls_for_with(sys._getframe(1)):
             return self._tracer(generation, inputs, kwargs, compile, backend)
-        return self._run_plainly(generation, inputs, kwargs)
+        return self._run_plainly(generation, inputs, kwargs, compile)
 
 
 class PipelineRun:

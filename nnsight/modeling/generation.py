@@ -50,6 +50,10 @@ class Generation:
 
     def _generate(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = active_interleaver()
+        is_routed = run is not None or vars(module).get("_compiled_call_impl") is not None
+        if is_routed and hasattr(getattr(module, "generation_config", None), "disable_compile"):
+            # With a static cache transformers would compile the model itself: past the blocks, and past what compiles it here.
+            kwargs.setdefault("disable_compile", True)
         if run is not None and "streamer" not in kwargs and kwargs.get("num_beams", 1) == 1:
             kwargs["streamer"] = Streamer()
         output = module.generate(*args, **kwargs)

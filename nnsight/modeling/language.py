@@ -175,7 +175,7 @@ class LanguageModel(TextInput, MetaMixin):
             raise ValueError("generate(scan=..., validate=..., program=...) needs a block: `with model.generate(...) as tracer:`.")
         if remote is not False:
             raise ValueError("generate(remote=...) needs a block: `with model.generate(...) as tracer: out = tracer.result.save()`.")
-        return self._run_plainly(generation, inputs, kwargs)
+        return self._run_plainly(generation, inputs, kwargs, compile)
 
     @functools.cached_property
     def generator(self) -> Envoy:

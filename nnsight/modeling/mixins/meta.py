@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...runtime.eager import EagerDriver
 from ...runtime.interleaver import active_interleaver
 from ...runtime.modules.interception import is_compiling
 from ...runtime.tracer import Driver
@@ -167,11 +168,16 @@ class MetaMixin(LoadableMixin):
         self.dispatch()
         return super()._driver(*args, **kwargs)
 
-    def _run_plainly(self, generation: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a generation with the edits of this model, without another block."""
+    def _run_plainly(self, generation: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], compile: bool | str | None) -> Any:
+        """Run a generation with the edits of this model, compiled or not, without another block."""
         self.dispatch()
         args, kwargs = generation._prepare_input(*inputs, **kwargs)
-        return self._call_edited(generation, args, kwargs) if self._edits_apply() else generation(*args, **kwargs)
+        if self._edits_apply():
+            return self._call_edited(generation, args, kwargs, compile=compile)
+        driver: Any = self._driver(compile)
+        if isinstance(driver, EagerDriver) or active_interleaver() is not None:
+            return generation(*args, **kwargs)
+        return driver.call_function(generation, args, kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, with its weights; see :meth:`NNsight.__call__ <nnsight.modeling.base.NNsight.__call__>`."""

@@ -17,7 +17,7 @@ import transformers
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from nnsight import DiffusionModel, NNsight
+from nnsight import DiffusionModel, NNsight, fx
 
 from ..conftest import both
 
@@ -113,6 +113,15 @@ def reference(pipeline: Any, prompts: Any, **kwargs: Any) -> Any:
 
 
 OPTIONS: dict[str, Any] = {"num_inference_steps": STEPS, "seed": 0, "output_type": "pt"}
+
+
+@both
+def test_a_plain_call_is_the_pipeline(model: DiffusionModel, pipeline: Any, compile: bool) -> None:
+    expected = reference(pipeline, CAT)
+    for again in (False, True):
+        fx.counters.reset()
+        assert torch.equal(model.generate(CAT, **OPTIONS, compile=compile).images, expected.images)
+        assert not again or (fx.counters.captures, fx.counters.compiles) == (0, 0)
 
 
 # -- reading and editing ----------------------------------------------------------------------------------------------

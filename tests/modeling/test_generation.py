@@ -90,6 +90,44 @@ def test_a_plain_call_is_generate_of_transformers(model: LanguageModel, compile:
     same((output, result), (expected, expected))
 
 
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["growing", "static"])
+def test_a_plain_call_of_a_compiled_model_is_compiled(model: LanguageModel, cache: dict[str, Any]) -> None:
+    """Prompts of known kinds capture nothing anew; ``compile=False`` captures nothing at all."""
+    for prompt in (SHORT, LONG, [SHORT, LONG], [LONG, SHORT, SHORT]):
+        prompts = [prompt] if isinstance(prompt, str) else prompt
+        expected = model._module.generate(**ids_of(model, *prompts), **GREEDY, **cache)
+        for compile in (None, None, False):
+            fx.counters.reset()
+            same(model.generate(prompt, **GREEDY, **cache, compile=compile), expected)
+    assert (fx.counters.captures, fx.counters.compiles) == (0, 0)
+    other = LanguageModel(model._module, model.tokenizer, compile={"backend": "eager"})
+    fx.counters.reset()
+    same(other.generate([LONG, SHORT, SHORT], **GREEDY, **cache, compile=False), expected)
+    assert fx.counters.captures == 0
+    same(other.generate([LONG, SHORT, SHORT], **GREEDY, **cache), expected)
+    assert fx.counters.captures > 0
+    with pytest.raises(TypeError, match="is True, False or 'background', not 3"):
+        other.generate(LONG, **GREEDY, compile=3)
+
+
+@both
+def test_transformers_compiles_no_traced_generation(model: LanguageModel, compile: bool) -> None:
+    """With a static cache it would, on a GPU, and the locations would not occur; here it is told to do so on the CPU."""
+    settings = transformers.CompileConfig(backend="eager", mode=None)
+    settings._compile_all_devices = True
+    static = {**GREEDY, "cache_implementation": "static", "compile_config": settings}
+    hooked = Hooked(model, "transformer.h.0", lambda step, output: output * 1.5)
+    expected = hooked(**ids_of(model, LONG), cache_implementation="static")
+    for _ in range(2):
+        with model.generate(LONG, **static, compile=compile) as tracer:
+            for _ in tracer.iter[:NEW]:
+                model.transformer.h[0].output *= 1.5
+            found = tracer.result.save()
+        same(found, expected)
+        assert not tracer.report.breaks
+    assert not hasattr(model._module, "_compiled_call")
+
+
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_beams_are_searched(model: LanguageModel, compile: bool) -> None:
     beams = model._module.generate(**ids_of(model, LONG), **GREEDY, num_beams=2)

@@ -68,6 +68,49 @@ def test_a_generation_has_its_program(model: Any) -> None:
     assert "direction" in tracer.program.inputs
 
 
+class Residual(nn.Module):
+    """Goes on with what its first module returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        a = self.a(x)
+        return a + self.c(self.b(a))
+
+
+@pytest.mark.parametrize("options", [{"program": True}, {"remote": "local"}], ids=["program", "remote"])
+def test_an_edit_of_what_the_model_was_given_is_made_where_it_stands(options: dict[str, Any]) -> None:
+    """Also where the block uses nothing of the location at which it stands."""
+    model, x = NNsight(Residual()), torch.randn(2, 4)
+
+    def run(**options: Any) -> torch.Tensor:
+        with torch.no_grad(), model.trace(x, **options):
+            given = model.a.output * 2.0
+            model.a.output = given
+            model.b.output  # noqa: B018 - waits
+            given += 5.0
+            out = model.output.save()
+        return out
+
+    torch.testing.assert_close(run(**options), run())
+    with pytest.raises(NotExpressibleError, match=r"test_traces.py:\d+: `add_` edits a tensor in place that the block has given"):
+        with model.trace(x, **options):
+            own = torch.zeros(2, 4)
+            model.a.output = own
+            model.b.output  # noqa: B018
+            own += 2.0
+            model.output.save()
+    with model.trace(x, **options):
+        own = torch.zeros(2, 4)
+        model.a.output = own.clone()
+        model.b.output  # noqa: B018
+        own += 2.0
+        out = model.output.save()
+    torch.testing.assert_close(out, model._module.c(torch.zeros(2, 4)))
+
+
 def test_what_is_no_program_is_refused_at_its_line() -> None:
     model, x = NNsight(stack()), torch.randn(3, 6)
     with pytest.raises(NotExpressibleError, match="needs values"), model.trace(x, program=True):

@@ -31,7 +31,7 @@ def pruned(
     pass is needed if a gradient that is read in it is; then its end and all nodes that change gradients are needed too. So are ``forced``
     nodes; those that have ``printed`` before are not.
     """
-    passes = _passes(nodes, roots)
+    passes, waits = _passes(nodes, roots), _waits(nodes, roots)
     edits: dict[int, list[int]] = {}
     for number, node in enumerate(nodes):
         if node["do"] == "op" and is_in_place(node["name"]):
@@ -47,6 +47,7 @@ def pruned(
         needed.add(number)
         pending += [used for used, _ in references(nodes[number])]
         pending += edits.get(roots[number], [])
+        pending += waits.get(number, [])
         pending += passes.get(number, [])
     numbers = {old: new for new, old in enumerate(sorted(needed))}
     kept = [{key: value for key, value in nodes[old].items() if key != "shares"} for old in sorted(needed)]
@@ -55,6 +56,22 @@ def pruned(
     used |= {name for run in runs for part in (run["args"], run["kwargs"]) for name in tensor_names(part)}
     constants = {name: tensor for name, tensor in tensors.items() if name in used}
     return Job(runs, kept, saves, constants), numbers
+
+
+def _waits(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:
+    """Return the latest read before each edit of memory that the model goes on with: the block must be there before it edits."""
+    given: set[int] = set()
+    latest: dict[tuple[int, int], int] = {}
+    found: dict[int, list[int]] = {}
+    for number, node in enumerate(nodes):
+        block = node["run"], node["block"]
+        if node["do"] in ("skip", "write") and not node.get("in_place"):
+            given |= {roots[used] for used, _ in references(node["value"])}
+        elif node["do"] == "read":
+            latest[block] = number
+        elif node["do"] == "op" and roots[number] in given and is_in_place(node["name"]) and block in latest:
+            found[number] = [latest[block]]
+    return found
 
 
 def _passes(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:

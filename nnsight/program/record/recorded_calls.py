@@ -66,6 +66,7 @@ class NodeRecorder(SizeReads):
         self.nodes: list[Node] = []
         self.runs: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
+        self.handed_over: dict[int, torch.Tensor] = {}  # tensors of the block's own that the model goes on with, by their memory
         self.originals: dict[str, tuple[torch.Tensor, int]] = {}  # what constants are copies of, with its version then
         self.mode = fake_mode()
         self.block: int | None = None
@@ -210,6 +211,8 @@ class NodeRecorder(SizeReads):
             return self._metadata(function, args, kwargs)
         if function is torch._C._set_grad_enabled:  # which `torch.no_grad()` and the like call when they are entered and left
             return self.gradients.set_mode(*args)
+        if self.handed_over and edits_in_place(function):
+            self._check_not_handed_over(name, kwargs.get("out", args[0] if args else None))
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._bounds(args[1]), *args[2:])
         leaves = pytree.tree_leaves((args, kwargs))
@@ -224,6 +227,15 @@ class NodeRecorder(SizeReads):
                 )
             return self._call_own(name, function, args, kwargs)
         return self._record(function, name, args, kwargs, leaves)
+
+    def _check_not_handed_over(self, name: str, edited: Any) -> None:
+        """Refuse an edit of a tensor of the block's own that the model goes on with: it is a constant, which each run has anew."""
+        own = isinstance(edited, torch.Tensor) and not isinstance(edited, FakeTensor)
+        if own and edited.untyped_storage()._cdata in self.handed_over:
+            raise refused(
+                f"`{name}` edits a tensor in place that the block has given to the model before. Edit it first, or give the model a "
+                "`.clone()` of it."
+            )
 
     def _record(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Record a call on values of the model or the program; return its result on fakes."""

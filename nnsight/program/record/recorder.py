@@ -158,6 +158,7 @@ class Recorder(NodeRecorder):
         root._sync()
         self._blocks = {}
         self._visits = []
+        self.handed_over = {}
 
         def drive(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
             report.mode = "remote"
@@ -338,7 +339,7 @@ class Recorder(NodeRecorder):
                 if type(new) is type(old) and new == old:
                     continue
                 raise refused(f"The replacement of `{visit.site}` changes something that is no tensor, or is none.")
-            value = self.reference(self._sized(self.substitute(new)))
+            value = self.reference(self.substitute(self._given(new)))
             if visit.places[number][1] is not None:
                 raise refused(f"A tensor in a cache at `{visit.site}` is replaced: edit it in place instead.")
             self.emit("write", **visit.place(number), value=value)
@@ -355,13 +356,14 @@ class Recorder(NodeRecorder):
     def skip(self, site: str, at: int, value: Any, loop: bool) -> None:
         """Record that a module is skipped."""
         for leaf in pytree.tree_leaves(value):
-            self._sized(leaf)
+            self._given(leaf)
         tree = self._tree(value, "A module cannot be skipped with a {}: use tensors, in tuples or dicts.")
         self.emit("skip", site=site, at=at, value=tree, **({"loop": True} if loop else {}))
 
-    @staticmethod
-    def _sized(value: Any) -> Any:
-        """Return a value that goes into the model; refuse one whose size depends on values."""
+    def _given(self, value: Any) -> Any:
+        """Return a value that goes into the model; refuse one whose size depends on values, and later edits of one of the block's own."""
+        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and id(value) not in self.model.weights:
+            self.handed_over[value.untyped_storage()._cdata] = value
         if isinstance(value, torch.Tensor) and has_unknown_size(value):
             raise refused(f"The model cannot go on with a value whose size depends on values. {WITHOUT_SIZE}")
         return value

@@ -68,6 +68,58 @@ def test_a_generation_has_its_program(model: Any) -> None:
     assert "direction" in tracer.program.inputs
 
 
+def _first(v: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    v[0] = 100.0
+    return v
+
+
+def _view(v: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    v[1:].mul_(5.0)
+    return v
+
+
+def _condition(v: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    v[0] = 50.0
+    if v.sum() > 20.0:
+        v[1] = v.max().item()
+    return v
+
+
+def _both(v: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    v += 1.0
+    part = v.view(2, 3)
+    part[0] += h.mean(0)[:3]
+    return v.clamp(min=0.5)
+
+
+@pytest.mark.parametrize("edit", [_first, _view, _condition, _both])
+def test_what_was_computed_of_inputs_is_edited_in_place(edit: Any) -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model, direction, alpha = NNsight(net), torch.arange(1.0, 7.0), 2.0
+
+    def run(**options: Any) -> Any:
+        with model.trace(x, **options) as tracer:
+            hidden = model[1].output
+            vector = edit(direction * alpha, hidden)
+            model[1].output = hidden + vector
+            total = vector.sum().save()
+            out = model[3].output.save()
+        return total, out, tracer
+
+    total, out, _ = run()
+    torch.testing.assert_close(run(program=True)[:2], (total, out))
+    if edit is not _both:  # there the vector is a constant of its own, which cannot have values of the model
+        torch.testing.assert_close(run(remote="local")[:2], (total, out))
+    program = run(program=True)[2].program
+    if edit is _condition:
+        with pytest.raises(InvalidProgramError, match="`direction` is no input of this program: Python uses its value"):
+            program.bind(model, inputs=["direction"])
+        return
+    direction = torch.linspace(-1.0, 3.0, 6)
+    found = program.bind(model, inputs=["direction"])(x, direction=direction)
+    torch.testing.assert_close((found["total"], found["out"]), run()[:2])
+
+
 class Residual(nn.Module):
     """Goes on with what its first module returns."""
 

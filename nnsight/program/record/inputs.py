@@ -83,7 +83,10 @@ class NamedInputs:
         return bool(tensors) and all(id(tensor) in self._known or self.name_of(tensor) for tensor in tensors)
 
     def call(self, function: Any, args: Any, kwargs: Any, record: Callable[[], Any]) -> Any:
-        """Make a call on named values at once, and have it recorded if its results are new tensors; return what the block gets."""
+        """Make a call on named values at once; record it if it makes tensors, or edits one that was made so.
+
+        Returns what the block gets.
+        """
         names: set[str] = set()
 
         def value_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -95,6 +98,8 @@ class NamedInputs:
         with _disable_current_modes():
             found = function(*given, **named)
         values = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        if edits_in_place(function) and id(edited_by(args, kwargs)) in self._known:
+            return record()
         if not values or edits_in_place(function):
             self._fix(names, "Python uses its value")
             return found
@@ -103,6 +108,12 @@ class NamedInputs:
         for fake, value in zip(made, values, strict=True):
             self._known[id(fake)] = fake, value, frozenset(names)
         return pytree.tree_map_only(torch.Tensor, lambda _: next(result), found)
+
+    def forget(self, edited: Any) -> None:
+        """Forget the values of computed tensors that share memory with one that is edited with others than named values."""
+        if id(edited) in self._known:
+            memory = self._known[id(edited)][1].untyped_storage()._cdata
+            self._known = {key: known for key, known in self._known.items() if known[1].untyped_storage()._cdata != memory}
 
     def _fix(self, names: Iterable[str], why: str) -> None:
         line = user_position_now(skip=LIBRARIES)[1]
@@ -167,6 +178,11 @@ def _operands_of(block: Block) -> Iterable[tuple[_Position, list[ast.Name]]]:
             names = [operand for operand in given if isinstance(operand, ast.Name)]
             if names:
                 yield (item.lineno, item.end_lineno, item.col_offset, item.end_col_offset), names
+
+
+def edited_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what a call of a function that edits in place edits."""
+    return kwargs.get("out", args[0] if args else None)
 
 
 def input_tree(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

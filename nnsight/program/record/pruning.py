@@ -59,7 +59,10 @@ def pruned(
 
 
 def _waits(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:
-    """Return the latest read before each edit of memory that the model goes on with: the block must be there before it edits."""
+    """Return the latest read before each node that acts on the run: the block must be there first.
+
+    Such are ends, barriers, and edits of memory that the model goes on with.
+    """
     given: set[int] = set()
     latest: dict[tuple[int, int], int] = {}
     found: dict[int, list[int]] = {}
@@ -69,8 +72,10 @@ def _waits(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:
             given |= {roots[used] for used, _ in references(node["value"])}
         elif node["do"] == "read":
             latest[block] = number
-        elif node["do"] == "op" and roots[number] in given and is_in_place(node["name"]) and block in latest:
-            found[number] = [latest[block]]
+        elif block in latest:
+            edits = node["do"] == "op" and roots[number] in given and is_in_place(node["name"])
+            if edits or node["do"] in ("stop", "barrier"):
+                found[number] = [latest[block]]
     return found
 
 

@@ -23,6 +23,7 @@ from ..format.operators import NAMES, is_in_place, is_view
 from ..format.sizes import SIZE_METHODS, Shape, plain
 from ..run.fake_runs import FakeModel
 from .demands import NEEDS_VALUES, VALUES, Cuts, NoOperatorError
+from .inputs import edited_by
 from .memory import share_memory, stretch
 from .printing import Prints
 from .recorded_gradients import Gradients
@@ -211,14 +212,17 @@ class NodeRecorder(SizeReads):
             return self._metadata(function, args, kwargs)
         if function is torch._C._set_grad_enabled:  # which `torch.no_grad()` and the like call when they are entered and left
             return self.gradients.set_mode(*args)
-        if self.handed_over and edits_in_place(function):
-            self._check_not_handed_over(name, kwargs.get("out", args[0] if args else None))
+        edited = edited_by(args, kwargs) if edits_in_place(function) else None
+        if self.handed_over and edited is not None:
+            self._check_not_handed_over(name, edited)
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._bounds(args[1]), *args[2:])
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self.inputs is not None and self.inputs.are_all(tensors):
             return self.inputs.call(function, args, kwargs, lambda: self._record(function, name, args, kwargs, leaves))
+        if self.inputs is not None and edited is not None:
+            self.inputs.forget(edited)
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
             if self.runs_again and name in RANDOM:
                 raise refused(

@@ -36,6 +36,8 @@ SAMPLE: dict[tuple[str, str], tuple[str, ...]] = {
 }
 #: The slow tests run one of this many features that work eagerly, for each model.
 EAGER_SHARE = 8
+#: Programs and files, which run eagerly too, are run for one of this many models.
+FORM_SHARE = 4
 #: They run one feature in each compiled mode, for one of this many models.
 COMPILED_SHARE = 8
 
@@ -46,7 +48,7 @@ def share(model: str, mode: str) -> tuple[str, ...]:
     worked = [feature for feature, modes in KEPT.get(model, {}).items() if modes.get(mode) == "ok"]
     if os.environ.get("ZOO") == "all":
         return tuple(worked)
-    if mode in ("eager", "program", "file"):
+    if mode == "eager" or (mode in ("program", "file") and (start + list(MODES).index(mode)) % FORM_SHARE == 0):
         return tuple(worked[start % EAGER_SHARE :: EAGER_SHARE])
     number, rest = divmod(start + list(MODES).index(mode), COMPILED_SHARE)
     return () if rest or not worked else (worked[7 * number % len(worked)],)

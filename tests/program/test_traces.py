@@ -238,3 +238,14 @@ def test_a_program_of_several_invokes_is_refused_on_another_number_of_rows(model
     torch.testing.assert_close(bound(["Hello", "Hello there"])["out"], out)
     with pytest.raises(InvalidProgramError, match="dimension 0 of this value, which was 2 when the program was recorded and is 3"):
         bound(["Hello", "Hello there", "Hello"])
+
+
+def test_an_edit_before_the_end_of_a_run_is_made() -> None:
+    """It shows in the user's own input."""
+    model = NNsight(stack())
+    for options in ({}, {"program": True}):
+        x = torch.zeros(3, 6)
+        with torch.no_grad(), model.trace(x, **options) as tracer:
+            model[0].input[:, 0] = 5.0
+            tracer.stop()
+        assert x[:, 0].tolist() == [5.0, 5.0, 5.0]

@@ -108,7 +108,7 @@ class RecordingMediator(compat.Mediator):
             try:
                 super()._turn(switch, *arguments)
             except EarlyStopException:
-                recorder.emit("stop")
+                recorder.stop()
                 raise
 
 

@@ -329,9 +329,7 @@ class Recorder(NodeRecorder):
                 f"The replacement of `{visit.site}` has another structure than the model's value there. Replace a tuple by a tuple, "
                 "a dict by a dict with its keys."
             )
-        for leaf, number in visit.reads.items():
-            if number in visit.edited:
-                self.emit("write", **visit.place(leaf), value={"ref": [number, 0]}, in_place=True)
+        self._write_edits(visit)
         for number, (old, new) in enumerate(zip(visit.leaves, leaves, strict=True)):
             if new is old:
                 continue
@@ -345,6 +343,20 @@ class Recorder(NodeRecorder):
             self.emit("write", **visit.place(number), value=value)
         for number in [number for number in self._stale if not self.nodes[number].get("copy")]:
             del self._stale[number]
+
+    def _write_edits(self, visit: Stop) -> None:
+        """Record that edits in place of what a block has read at a location are edits of the model's tensors."""
+        for leaf, number in visit.reads.items():
+            if number in visit.edited:
+                self.emit("write", **visit.place(leaf), value={"ref": [number, 0]}, in_place=True)
+
+    @unseen
+    def stop(self) -> None:
+        """Record that the block whose turn it is ends the run where it stands, with its edits made."""
+        for visit in self._visits:
+            if visit.block == self.block:
+                self._write_edits(visit)
+        self.emit("stop")
 
     @unseen
     def refuse_unknown_sizes(self, location: str, value: Any) -> None:

@@ -71,7 +71,8 @@ class Rerun:
         self.block, self._inner, self._globals = tracer.info, tracer.scope.inner, tracer.module_globals
         self._names, given = tuple(tracer.scope.cells), tracer.module_globals
         known: dict[int, _Copied] = {}
-        self._variables = [(name, _kept(value, known)) for name, value in tracer.scope.items()]
+        mentioned = self.block.shared  # a session has the variables of all its traces
+        self._variables = [(name, _kept(value, known)) for name, value in tracer.scope.items() if name in mentioned]
         self._used = [(name, _kept(given[name], known)) for name in self.block.globals_read if name in given]
         _, function, args, kwargs = tracer._call
         self._inputs = [_kept_input(argument) for argument in args], [(name, _kept_input(value)) for name, value in kwargs.items()]

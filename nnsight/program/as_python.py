@@ -32,9 +32,20 @@ _OTHERS: dict[str, Callable[[Any], str]] = {
 }
 
 
-def leaf(value: Any, number: int = 0, inside: int | None = None) -> Any:
-    """Return tensor ``number`` of a nested value; ``inside``: the number of a tensor in that, if it is a key-value cache."""
-    return leaf_at(value, {"leaf": number} if inside is None else {"leaf": number, "inside": inside})
+def leaf(value: Any, number: int = 0, inside: int | None = None, lists: list[int] | None = None) -> Any:
+    """Return tensor ``number`` of a nested value.
+
+    Args:
+        value: What is at a location, or an item of it.
+        number: Of the tensor, in order.
+        inside: Number of a tensor in that, if it is a key-value cache.
+        lists: The lengths that the lists in the value must have.
+
+    Raises:
+        InvalidProgramError: If there is no such tensor, or a list has another length.
+    """
+    asked = {"leaf": number, "inside": inside, "lists": lists}
+    return leaf_at(value, {name: said for name, said in asked.items() if said is not None})
 
 
 def with_leaf(value: Any, new: torch.Tensor, number: int = 0, key: str | None = None) -> Any:
@@ -164,11 +175,14 @@ class _Writer:
             case "skip":
                 return f"{_path(node['site'].removesuffix('.input'))}.skip({self._value(node['value'])})"
             case "op":
-                return f"{name} = {self._operator(node)}{copied if self._returns_one(node) else ''}"
+                made = self._operator(node)
+                several = copied and not self._returns_one(node)
+                return f"{name} = [item.clone() for item in {made}]" if several else f"{name} = {made}{copied}"
             case "apply":
                 args = [self._value(item) for item in node["args"]["list"]]
                 args += [f"{key}={self._value(item)}" for key, item in node["kwargs"]["dict"]]
-                return f"{name} = tensors({_path(node['module'])}({', '.join(args)}))"
+                made = f"tensors({_path(node['module'])}({', '.join(args)}))"
+                return f"{name} = [item.clone() for item in {made}]" if copied else f"{name} = {made}"
             case "barrier":
                 return f"barrier{node['id']}()"
             case "stop":
@@ -192,7 +206,8 @@ class _Writer:
 
     def _leaf(self, node: Node) -> str:
         key = f"[{node['key']!r}]" if "key" in node else ""
-        return f"leaf({_location(node['site'])}{key}{self._leaf_number(node)})"
+        lists = f", lists={node['lists']}" if "lists" in node else ""
+        return f"leaf({_location(node['site'])}{key}{self._leaf_number(node)}{lists})"
 
     @staticmethod
     def _leaf_number(node: Node) -> str:

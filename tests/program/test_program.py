@@ -303,7 +303,7 @@ def test_invokes_and_generations_as_python(model: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(found, program.run(model, ["Hello there", "Hello"]))
 
 
-def test_a_list_of_another_length_is_refused() -> None:
+def test_a_list_of_another_length_is_refused(tmp_path: Path) -> None:
     """What a block makes of a list, one step for each item, is part of the program."""
 
     class Parts(nn.Module):
@@ -319,6 +319,10 @@ def test_a_list_of_another_length_is_refused() -> None:
     for program in (tracer.program, Program(tracer.program._job)):
         with pytest.raises(InvalidProgramError, match=r"line \d+: a list in the value there has another length"):
             program.run(model, torch.ones(3, 4))
+    written = _run(tracer.program.to_python(), tmp_path)["program"]
+    assert torch.equal(written(model, torch.ones(2, 4))["total"], torch.full((4,), 4.0))
+    with pytest.raises(InvalidProgramError, match="a list in the value there has another length"):
+        written(model, torch.ones(3, 4))
     assert other.program.run(model, torch.ones(3, 4))["whole"].shape == (3, 4)
     with pytest.raises(NameError):
         print(total, whole)

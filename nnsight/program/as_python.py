@@ -6,7 +6,6 @@ program; ``with_leaf`` puts another in its place. Operators are those of ``torch
 
 from __future__ import annotations
 
-import keyword
 import re
 from collections.abc import Callable, Iterator
 from itertools import groupby, takewhile
@@ -15,21 +14,11 @@ from typing import Any, NamedTuple
 import torch
 
 from .format.nodes import Node
-from .format.operators import OPERATORS
 from .format.payload import Job, inputs_of
 from .format.trees import references
+from .python_text import operator_text, returns_several, value_text
 from .run.occurrences import leaf_at, tensors_at
 from .run.occurrences import with_leaf as _with_leaf
-
-#: Values in the JSON of a program that are written differently in Python.
-_OTHERS: dict[str, Callable[[Any], str]] = {
-    "dtype": lambda name: f"torch.{name}",
-    "float": lambda text: f"float({text!r})",
-    "str": repr,
-    "layout": lambda _: "torch.strided",
-    "device": lambda _: "device",
-    "absent": lambda _: "None",
-}
 
 
 def leaf(value: Any, number: int = 0, inside: int | None = None, lists: list[int] | None = None) -> Any:
@@ -175,8 +164,8 @@ class _Writer:
             case "skip":
                 return f"{_path(node['site'].removesuffix('.input'))}.skip({self._value(node['value'])})"
             case "op":
-                made = self._operator(node)
-                several = copied and not self._returns_one(node)
+                made = operator_text(node, self._reference)
+                several = copied and returns_several(node)
                 return f"{name} = [item.clone() for item in {made}]" if several else f"{name} = {made}{copied}"
             case "apply":
                 args = [self._value(item) for item in node["args"]["list"]]
@@ -214,18 +203,6 @@ class _Writer:
         inside = f", {node['inside']}" if "inside" in node else ""
         return f", {node['leaf']}{inside}" if node["leaf"] or inside else ""
 
-    def _operator(self, node: Node) -> str:
-        called, _, overload = node["name"].rpartition(".")
-        called = f"getattr({called}, {overload!r})" if keyword.iskeyword(overload) else node["name"]
-        args = [self._value(item) for item in node["args"]]
-        args += [f"{_name(key)}={self._value(value)}" for key, value in node.get("kwargs", {}).items()]
-        return f"{called}({', '.join(args)})"
-
-    @staticmethod
-    def _returns_one(node: Node) -> bool:
-        returned = OPERATORS[node["name"]]._schema.returns
-        return len(returned) == 1 and str(returned[0].type) == "Tensor"
-
     def _printed(self, pieces: list[Any]) -> str:
         parts = [repr(piece) if type(piece) is str else self._formatted(piece) for piece in pieces]
         return ", ".join([*parts, 'sep=""'])
@@ -236,27 +213,13 @@ class _Writer:
 
     def _value(self, tree: Any) -> str:
         """Return a nested value as Python."""
-        if type(tree) is list:
-            return f"[{', '.join(map(self._value, tree))}]"
-        if type(tree) is not dict:
-            return repr(tree)
-        ((kind, content),) = tree.items()
-        if kind == "ref":
-            return self._reference(*content)
-        if kind == "list":
-            return self._value(content)
-        if kind == "tuple":
-            return f"({', '.join(map(self._value, content))}{',' * (len(content) == 1)})"
-        if kind == "dict":
-            return "{" + ", ".join(f"{key!r}: {self._value(item)}" for key, item in content) + "}"
-        return _OTHERS[kind](content) if kind in _OTHERS else f"torch.{content}"
+        return value_text(tree, self._reference)
 
     def _reference(self, number: int, output: int) -> str:
         node = self._job.nodes[number]
         if node["do"] == "const":
             return str(node["tensor"]) if node["tensor"] in self._inputs else f"constants[{node['tensor']!r}]"
-        several = node["do"] == "apply" or (node["do"] == "op" and not self._returns_one(node))
-        return f"v{number}[{output}]" if several else f"v{number}"
+        return f"v{number}[{output}]" if returns_several(node) else f"v{number}"
 
 
 def _location(site: str) -> str:
@@ -266,7 +229,3 @@ def _location(site: str) -> str:
 def _path(path: str) -> str:
     """Return the expression of a module, or of a location; the name of the root is ``model``."""
     return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".")[1:])
-
-
-def _name(key: str) -> str:
-    return f"{key}_" if keyword.iskeyword(key) else key

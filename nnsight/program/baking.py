@@ -12,7 +12,6 @@ import itertools
 import json
 import linecache
 from collections.abc import Callable, Iterable, Iterator
-from keyword import iskeyword
 from typing import Any
 
 import torch
@@ -20,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from .format.errors import InvalidProgramError
 from .format.nodes import Node
-from .format.operators import OPERATORS
 from .format.payload import Job
 from .format.trees import references
+from .python_text import operator_text, returns_several, value_text
 
 #: Kinds of nodes that a hook cannot be.
 _REFUSED = {
@@ -170,7 +169,7 @@ def compiled_saves(job: Job) -> Callable[..., Any]:
     """Return the function ``(root, state)`` that returns the saved values by name, after all segments have run."""
     used = sorted({node for node, _ in references(job.saves)})
     lines = ["def saves(root, state):", *(f"    v{node} = state['v{node}']" for node in used)]
-    return _function("saves", [*lines, f"    return {_text(job, {'dict': list(job.saves.items())})}"])
+    return _function("saves", [*lines, f"    return {value_text({'dict': list(job.saves.items())}, _reference(job))}"])
 
 
 def _function(name: str, lines: Iterable[str]) -> Callable[..., Any]:
@@ -210,7 +209,7 @@ def _lines(job: Job, segment: Segment, names: dict[str, str] | None) -> Iterator
 
 def _statement(job: Job, number: int, node: Node, names: dict[str, str] | None) -> list[str]:
     def text(tree: Any) -> str:
-        return _text(job, tree)
+        return value_text(tree, _reference(job))
 
     match node["do"]:
         case "const":
@@ -238,10 +237,7 @@ def _statement(job: Job, number: int, node: Node, names: dict[str, str] | None) 
             path = node["module"].partition(".")[2]
             copied = f"; v{number} = [item.clone() for item in v{number}]" if node.get("copy") else ""
             return [f"v{number} = tensors(root{_getter(path)}.forward(*{args}, **{kwargs})){copied}"]
-    parts = [text(item) for item in node["args"]] + [f"{key}={text(item)}" for key, item in node.get("kwargs", {}).items()]
-    _, packet, overload = node["name"].split(".")
-    name = packet if iskeyword(overload) else f"{packet}.{overload}"
-    return [f"v{number} = torch.ops.aten.{name}({', '.join(parts)})"]
+    return [f"v{number} = torch.ops.{operator_text(node, _reference(job))}"]
 
 
 def _place(node: Node) -> str:
@@ -253,41 +249,9 @@ def _getter(path: str) -> str:
     return f".get_submodule({path!r})" if path else ""
 
 
-def _text(job: Job, tree: Any) -> str:
-    """Return an argument as Python."""
-    if type(tree) is list:
-        return f"[{', '.join(_text(job, item) for item in tree)}]"
-    if type(tree) is not dict:
-        return repr(tree)
-    ((kind, content),) = tree.items()
-    match kind:
-        case "ref":
-            node, output = content
-            return f"v{node}[{output}]" if _returns_several(job.nodes[node]) else f"v{node}"
-        case "list":
-            return _text(job, content)
-        case "tuple":
-            return f"({''.join(f'{_text(job, item)}, ' for item in content)})"
-        case "dict":
-            return "{" + ", ".join(f"{key!r}: {_text(job, item)}" for key, item in content) + "}"
-        case "float":
-            return f"float({content!r})"
-        case "dtype":
-            return f"torch.{content}"
-        case "device":
-            return "device"
-        case "layout" | "memory_format":
-            return f"torch.{content}"
-    return repr(content)
-
-
-def _returns_several(node: Node) -> bool:
-    if node["do"] == "apply":
-        return True
-    if node["do"] != "op":
-        return False
-    returned = OPERATORS[node["name"]]._schema.returns
-    return len(returned) > 1 or str(returned[0].type).startswith("List")
+def _reference(job: Job) -> Callable[[int, int], str]:
+    """Return a function that returns the variable of what a node makes."""
+    return lambda node, output: f"v{node}[{output}]" if returns_several(job.nodes[node]) else f"v{node}"
 
 
 # -- what the functions call -------------------------------------------------------------------------------------------

@@ -175,7 +175,8 @@ def compiled_saves(job: Job) -> Callable[..., Any]:
 def _function(name: str, lines: Iterable[str]) -> Callable[..., Any]:
     text, filename = "\n".join(lines) + "\n", f"<baked edits {next(_numbers)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    known = {"torch": torch, "leaf": _leaf, "with_leaf": _with_leaf, "device_of": _device_of, "tensors": _tensors, "check": _check}
+    known = {"torch": torch, "leaf": _leaf, "with_leaf": _with_leaf, "device_of": _device_of, "tensors": _tensors}
+    known |= {"check": _check, "check_lists": _check_lists}
     exec(compile(text, filename, "exec"), known)  # written here, from a checked program
     made: Callable[..., Any] = known[name]  # type: ignore[assignment]
     return made
@@ -220,7 +221,9 @@ def _statement(job: Job, number: int, node: Node, names: dict[str, str] | None) 
             return [f"v{number} = root{_getter(path)}.{attribute}"]
         case "read":
             copied = ".clone()" if node.get("copy") else ""
-            return [f"v{number} = leaf({_place(node)}){copied}"]
+            part = f"value[{node['key']!r}]" if "key" in node else "value"
+            checked = [f"check_lists({part}, {node['lists']})"] if "lists" in node else []
+            return [*checked, f"v{number} = leaf({_place(node)}){copied}"]
         case "write":
             if node.get("in_place"):
                 source, output = node["value"]["ref"]
@@ -301,3 +304,20 @@ def _device_of(value: Any) -> torch.device | None:
 def _check(tensor: torch.Tensor, dim: int, size: int) -> None:
     if tensor.shape[dim] != size:
         raise ValueError(f"The edits were recorded where dimension {dim} was {size}, and looked at that; here it is {tensor.shape[dim]}.")
+
+
+def _lists_in(value: Any) -> list[int]:
+    """As :func:`~nnsight.program.run.occurrences.lists_in`, in Python that dynamo follows."""
+    if not isinstance(value, (list, tuple, dict)):
+        return []
+    items = list(value.values()) if isinstance(value, dict) else list(value)
+    found = [len(value)] if type(value) is list else []
+    for item in items:
+        found += _lists_in(item)
+    return found
+
+
+def _check_lists(value: Any, lists: list[int]) -> None:
+    found = _lists_in(value)
+    if found != lists:
+        raise ValueError(f"The edits were recorded where the lists in this value had the lengths {lists}; here they have {found}.")

@@ -65,6 +65,29 @@ def test_it_shares_the_weights_and_has_the_inputs_as_buffers(model: Any, baked: 
     assert sorted(name for name, _ in baked.named_buffers() if name.startswith("edit_")) == ["edit_alpha", "edit_direction"]
 
 
+def test_a_list_of_another_length_is_refused() -> None:
+    class Parts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = Rows()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(self.rows(x))
+
+    class Rows(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [row * 2.0 for row in x]
+
+    with NNsight(Parts()).edit() as edited:
+        for row in edited.rows.output:
+            row.add_(1.0)
+    baked = edited.bake(torch.ones(2, 4))
+    for module in (baked, torch.compile(baked, backend="aot_eager", fullgraph=True)):
+        assert torch.equal(module(torch.ones(2, 4)), torch.full((4,), 6.0))
+    with pytest.raises(ValueError, match=r"had the lengths \[2\]; here they have \[3\]"):
+        baked(torch.ones(3, 4))
+
+
 def test_it_compiles_as_one_graph(steered: Any, baked: nn.Module) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(baked, fullgraph=True, backend="aot_eager")

@@ -49,6 +49,10 @@ _LIBRARIES = (
 )
 
 
+#: Types of arguments that are as they are in an event, for a quick look.
+_AS_THEY_ARE = frozenset(PLAIN)
+
+
 class NotLowerableError(Exception):
     """A call has an argument that no graph can hold."""
 
@@ -146,7 +150,7 @@ class EventRecorder(TorchFunctionMode):
             else leaf[0]
             for leaf in outcome.leaves
         ]
-        return pytree.tree_unflatten(leaves, outcome.structure)
+        return leaves[0] if outcome.structure.is_leaf() else pytree.tree_unflatten(leaves, outcome.structure)
 
     def fake_of(self, reference: Reference) -> torch.Tensor:
         """Return the fake of a tensor."""
@@ -163,8 +167,8 @@ class EventRecorder(TorchFunctionMode):
         grad = torch.is_grad_enabled()
         return Call(
             function,
-            tuple(self._argument(argument) for argument in args),
-            tuple((key, self._argument(value)) for key, value in kwargs.items()),
+            tuple([self._argument(argument) for argument in args]),
+            tuple([(key, self._argument(value)) for key, value in kwargs.items()]) if kwargs else (),
             None if grad == self.grad_enabled else grad,
         )
 
@@ -191,16 +195,18 @@ class EventRecorder(TorchFunctionMode):
 
     def _argument(self, argument: Any) -> Any:
         """Return ``argument`` as it appears in an event."""
+        kind = type(argument)
+        if kind in _AS_THEY_ARE:
+            return argument
         if isinstance(argument, torch.Tensor):
             return self.refer(argument)
         if isinstance(argument, (bool, int, float, complex)):
-            return Constant(type(argument), argument)
+            return Constant(kind, argument)
         if isinstance(argument, (tuple, list)):
-            kind = "list" if isinstance(argument, list) else "tuple"
-            return Nest(kind, tuple(self._argument(item) for item in argument))
-        if isinstance(argument, slice):
+            return Nest("list" if isinstance(argument, list) else "tuple", tuple([self._argument(item) for item in argument]))
+        if kind is slice:
             parts = (argument.start, argument.stop, argument.step)
-            return Nest("slice", tuple(self._argument(item) for item in parts))
+            return Nest("slice", tuple([self._argument(item) for item in parts]))
         if isinstance(argument, PLAIN):
             return argument
         if is_numpy_scalar(argument):

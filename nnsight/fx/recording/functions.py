@@ -98,7 +98,11 @@ def is_own(function: Any) -> bool:
 
 
 def edits_in_place(function: Any) -> bool:
-    name = getattr(function, "__name__", "")
+    return _is_name_of_edit(getattr(function, "__name__", ""))
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_name_of_edit(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.partition(".")[0].endswith("_")  # of an operator, the name is followed by that of the overload

@@ -70,7 +70,7 @@ _OWN = frozenset({"_index", "_fake", "_recording", "_real"})
 
 def make_lazy(index: int, fake: torch.Tensor, recording: Any) -> LazyTensor:
     """Return a lazy tensor for value ``index`` of ``recording``."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunction():  # the active recording is not asked either
         lazy = torch.Tensor._make_wrapper_subclass(
             LazyTensor, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device
         )

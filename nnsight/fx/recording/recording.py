@@ -163,12 +163,13 @@ class Recording(PieceRunner):
                 self.value_of[reference] = len(self.fakes) - 1
                 reference = Value(len(self.fakes) - 1)
             references.append(reference)
-        before = len(self.requires_grad)
-        self.requires_grad += [node.meta["example_value"].requires_grad for node in nodes]  # as captured, until it is known
         state = self.step(Visit(tap.index, tuple(fresh)))  # also without new tensors: where a call stands is part of the program
         if state.wanting is None:
+            before = len(self.requires_grad)
+            self.requires_grad += [node.meta["example_value"].requires_grad for node in nodes]  # as captured, until it is known
             state.wanting = tuple(wanting_at(self, node) for node in nodes)
-        self.requires_grad[before:] = state.wanting
+            del self.requires_grad[before:]
+        self.requires_grad += state.wanting
         return [
             self._object(reference)
             if isinstance(reference, (Value, Input, External))

@@ -385,13 +385,7 @@ class NodeRecorder(SizeReads):
             self._look_for_torch(name, args)
         if is_in_place(name):
             self._edit(args[0])
-        with self.paused():
-            try:
-                result = operator(*args, **kwargs)
-            except DynamicOutputShapeException:
-                result = result_of_size(operator, args, kwargs, self._unknown_size)
-            if result is args[0] and is_view(name):  # for other sizes it is a copy
-                result = torch.ops.aten.alias.default(result)
+        result = self._on_fakes(operator, args, kwargs, is_view(name))
         root = self._roots[self._refs[args[0]][0]] if is_view(name) or is_in_place(name) else None
         lent = root is not None and self.nodes[root]["do"] != "op"  # its memory is not of the program
         copied = lent and is_view(name) and not share_memory(args[0], result)
@@ -402,6 +396,16 @@ class NodeRecorder(SizeReads):
             for output, tensor in enumerate(result if isinstance(result, (list, tuple)) else [result]):
                 if isinstance(tensor, torch.Tensor):
                     self._refs[tensor] = (number, output)
+        return result
+
+    @unseen
+    def _on_fakes(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], may_be_view: bool) -> Any:
+        try:
+            result = operator(*args, **kwargs)
+        except DynamicOutputShapeException:
+            result = result_of_size(operator, args, kwargs, self._unknown_size)
+        if result is args[0] and may_be_view:  # for other sizes it is a copy
+            return torch.ops.aten.alias.default(result)
         return result
 
     def _edit(self, tensor: torch.Tensor) -> None:

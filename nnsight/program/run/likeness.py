@@ -60,18 +60,18 @@ def _describe(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
         return kind, value
     if kind in (float, complex, slice, range):
         return kind, repr(value)
-    if isinstance(value, torch.Tensor):
+    if issubclass(kind, torch.Tensor):  # `isinstance` would ask the object too, and a configuration answers slowly
         return _description_of(value)
-    if isinstance(value, torch.nn.Module) or depth == 0:
+    if issubclass(kind, torch.nn.Module) or depth == 0:
         return (kind,)
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if issubclass(kind, (list, tuple, set, frozenset)):
         return kind, tuple([(type(item), item) if type(item) in _PLAIN else _describe(item, depth - 1, known) for item in value])
-    if isinstance(value, dict):
+    if issubclass(kind, dict):
         items = [(type(item), item) if type(item) in _PLAIN else _describe(item, depth - 1, known) for item in value.values()]
         return kind, tuple([_describe(key, 1, known) if type(key) is not str else key for key in value]), tuple(items)
     found = known.get(id(value))
     if found is None:
-        found = known[id(value)] = kind, _inside(value, depth - 1, known)
+        found = known[id(value)] = kind, _inside(value, kind, depth - 1, known)
     return found
 
 
@@ -79,14 +79,14 @@ def _description_of(tensor: torch.Tensor) -> Hashable:
     return type(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def _inside(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
+def _inside(value: Any, kind: type, depth: int, known: dict[int, Any]) -> Hashable:
     """Return a description of the content of a function or an object."""
-    if isinstance(value, types.FunctionType):
+    if kind is types.FunctionType:
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         return value.__code__, tuple(_describe(content, depth, known) for content in cells)
-    if isinstance(value, types.MethodType):
+    if kind is types.MethodType:
         return _describe(value.__func__, depth, known)
-    if isinstance(value, functools.partial):
+    if issubclass(kind, functools.partial):
         return tuple(_describe(part, depth, known) for part in (value.func, value.args, value.keywords))
     content = getattr(value, "__dict__", None)
     return _describe(content, depth, known) if type(content) is dict else None

@@ -66,8 +66,8 @@ _offer_uncompiled = torch.compiler.disable(Interleaver.handle, reason="blocks ru
 #: The report that the dispatchers of the current call write to.
 _report: ContextVar[Report | None] = ContextVar("nnsight_fx_report", default=None)
 
-#: The driver through which calls of its model are routed in this context.
-_routed: ContextVar[CompiledDriver | None] = ContextVar("nnsight_fx_routed", default=None)
+#: The driver through which calls of its model are routed in this context, and how it calls the model where no block waits.
+_routed: ContextVar[tuple[CompiledDriver, Callable[..., Any]] | None] = ContextVar("nnsight_fx_routed", default=None)
 
 #: Why a function of :meth:`CompiledDriver.around` calls its model as Python from now on: dynamo has failed to trace a call, and would fail
 #: again at the next step, after seconds. ``None`` outside of such functions.
@@ -225,9 +225,11 @@ class CompiledDriver:
             message = f"A call of the compiled model {type(self.tree.root).__name__} runs uncompiled: {reason}. {remedy}"
             warnings.warn_explicit(message, UncompiledWarning, filename, line)
 
-    def call_function(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``function``, in which each call of the model runs compiled, without blocks."""
-        routed, given_up = _routed.set(self), _given_up.set([])
+    def call_function(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any] | None = None
+    ) -> Any:
+        """Call ``function``, in which each call of the model runs compiled, without blocks; or by ``call(args, kwargs)``, if given."""
+        routed, given_up = _routed.set((self, call or self.call_plain)), _given_up.set([])
         try:
             with self._route(), self._progress():
                 return function(*args, **kwargs)
@@ -243,7 +245,7 @@ class CompiledDriver:
             interleaver.offer = _offer_uncompiled
             interleaver.returns = True  # to the function
             interleaver.promises = []
-            token, routed, given_up = _report.set(report), _routed.set(self), _given_up.set([])
+            token, routed, given_up = _report.set(report), _routed.set((self, self.call_plain)), _given_up.set([])
             try:
                 with suspended(args, kwargs), self.tree.instrumentation, self._route(), self._progress():
                     return function(*args, **kwargs)
@@ -260,11 +262,12 @@ class CompiledDriver:
         root, compiled = self.tree.root, self._compiled()
 
         def routed_call(*args: Any, **kwargs: Any) -> Any:
-            if _routed.get() is not self:
+            routed = _routed.get()
+            if routed is None or routed[0] is not self:
                 return root._call_impl(*args, **kwargs)
             run = active_interleaver()
             if run is None:
-                return self.call_plain(args, kwargs)
+                return routed[1](args, kwargs)
             with self._surrounded(run), self._watched():
                 output = self._call(compiled, args, kwargs)
             return returned(run, output) if isinstance(run, Interleaver) else output

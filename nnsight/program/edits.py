@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -96,6 +97,12 @@ class CompiledEdits:
         self._general: BoundProgram | None = None
         self._by_size: dict[Any, BoundProgram] = {}
         self._python = False  # whether the edits run as Python after all
+        self.are_same_at_each_step = all(edit.block.is_same_at_each_step for edit in self.edits)
+
+    def generate(self, model: NNsight, generation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call ``generation``, in which each call of ``model`` has the edits, which must be the same at each step."""
+        driver: Any = model._driver(True)
+        return driver.call_function(generation, args, kwargs, functools.partial(self.call, model))
 
     def call(self, model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call ``model``, compiled, with the program of its edits spliced into its graph; return what it returns."""

@@ -69,6 +69,7 @@ class Mediator:
         #: request only, because modules that are called less often than others may never reach that number.
         self.iteration: int | None = 0
         self.loops = 0  # how many loops over occurrences the block is in
+        self.ends_in_loop = False  # whether nothing is lost if the model finishes in such a loop, behind its first step
         self.requests = 0  # how often it has asked for a location
         self.visited: tuple[str, int] | None = None  # location and occurrence of the latest visit
         self._sides = Sides()
@@ -161,7 +162,8 @@ class Mediator:
         position = user_position_of(self._greenlet.gr_frame)
         self._stop_waiting()
         self._go(self._greenlet.throw, GreenletExit)
-        warnings.warn_explicit(loop_ended_message(location, occurrence), UserWarning, *position)
+        if not self.ends_in_loop or self.visited is None:
+            warnings.warn_explicit(loop_ended_message(location, occurrence), UserWarning, *position)
 
     def throw(self, error: BaseException) -> None:
         """Raise ``error`` in the block, at the line where it waits."""

@@ -259,7 +259,10 @@ class InterleavingTracer(RunControls, Tracer):
     def _edits(self) -> list[Mediator]:
         """Return the edits of the model as blocks of a run."""
         edits = [] if self._model is None else self._model._edits
-        return [self.make_mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
+        made = [self.make_mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
+        for edit, mediator in zip(edits, made, strict=True):
+            mediator.ends_in_loop = edit.block.step_loop is not None
+        return made
 
     def _open_mentioned(self) -> None:
         """Let the run stop at the operations that its blocks mention behind ``.source``."""

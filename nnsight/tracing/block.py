@@ -29,6 +29,7 @@ from typing import Any
 from .assertions import rewritten
 from .body import GRADIENT_NAME, RESULT_NAME, SAVE_NAME, Rewriter, refuse_jumps
 from .errors import BLOCK_NAME
+from .loops import StepLoop, is_same_at_each_step, step_loop
 from .parsing import nested_code, parameters
 from .saving import save_method, saves
 from .source import WithSite, body_lines, find_with
@@ -153,6 +154,17 @@ class Block:
     def globals_read(self) -> tuple[str, ...]:
         """The names of globals that it may read."""
         return tuple(self.looked_up.difference(self.shared))
+
+    @functools.cached_property
+    def step_loop(self) -> StepLoop | None:
+        """The loop over steps of a generation that is all of it, if it is one."""
+        binds = self.body and isinstance(self.body[0], ast.Assign) and ast.unparse(self.body[0].value) == TRACER_NAME
+        return step_loop(self.body[1:] if binds else self.body)
+
+    @functools.cached_property
+    def is_same_at_each_step(self) -> bool:
+        """Whether it is a loop over all steps that does the same at each; see :mod:`~nnsight.tracing.loops`."""
+        return self.step_loop is not None and is_same_at_each_step(self.step_loop)
 
     @property
     def last_line(self) -> int:

@@ -15,7 +15,8 @@ from safetensors.torch import save, save_file
 
 from nnsight.vllm.steering.choices import PREFIX, Choice
 from nnsight.vllm.steering.entries import Entries
-from nnsight.vllm.steering.vectors import Vectors, parse_vector
+from nnsight.steering.formats import parse_vector
+from nnsight.vllm.steering.vectors import Vectors
 from nnsight.vllm.worker.residual import places_of
 
 HIDDEN = 4

@@ -173,6 +173,9 @@ class MetaMixin(LoadableMixin):
         self.dispatch()
         args, kwargs = generation._prepare_input(*inputs, **kwargs)
         if self._edits_apply():
+            edits = self._compiled_edits if self._compile_by_default and compile in (None, True) else None
+            if edits is not None and edits.edits == self._edits and edits.are_same_at_each_step and active_interleaver() is None:
+                return edits.generate(self, generation, args, kwargs)
             return self._call_edited(generation, args, kwargs, compile=compile)
         driver: Any = self._driver(compile)
         if isinstance(driver, EagerDriver) or active_interleaver() is not None:

@@ -1,15 +1,4 @@
-"""Directions for steering, by name, from files and from tensors.
-
-A *vector* is one idea, such as a mood: a direction of the residual stream for each of some layers, or a single direction for any layer.
-Layers are counted from 0, and a direction belongs to the hidden state after its layer. Control vectors of llama.cpp and repeng are counted
-in the same way: in their files ``direction.N`` is that of layer ``N``.
-
-Two formats are read. Both are tables of numbers that run no code:
-
-* safetensors: a key ``N``, or one that ends in ``.N``, is the direction of layer ``N``; a sole tensor is one for any layer. A file may
-  have several vectors, whose keys begin with their names: ``happy.3``, ``happy.4``, ``sad.3``.
-* GGUF with the architecture ``controlvector``, see :mod:`~nnsight.vllm.steering.gguf`.
-"""
+"""The vectors that requests name; see :mod:`nnsight.steering.formats` for what a vector is."""
 
 from __future__ import annotations
 
@@ -21,76 +10,17 @@ from typing import Any
 
 import torch
 
-from .gguf import MAGIC, control_vector
-
-#: The directions of a vector by the number of their layer; the one under ``None`` is for any layer.
-Vector = dict[int | None, torch.Tensor]
+from ...steering.formats import Directions, direction_of, order, parse_vector
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
-_KEY = re.compile(r"(?:(?P<group>.+)\.)?(?P<layer>\d+)")
 
 
-def parse_vector(data: bytes, source: str, name: str | None = None) -> Vector:
-    """Return the vector in the content of a file, in float32; ``name`` says which of several vectors in the file.
-
-    A file that is not right raises ``ValueError``, which names ``source`` and key, and one in GGUF without the package ``gguf``
-    ``ImportError``.
-    """
-    tensors = control_vector(data, source) if data[:4] == MAGIC else _safetensors(data, source)
-    groups: dict[str, dict[int | None, tuple[str, torch.Tensor]]] = {}
-    for key, tensor in tensors.items():
-        found = _KEY.fullmatch(key)
-        group, layer = (found["group"] or "", int(found["layer"])) if found else (key, None)
-        groups.setdefault(group, {})[layer] = key, tensor
-    if not groups:
-        raise ValueError(f"{source}: the file has no tensors.")
-    if len(groups) > 1 and name not in groups:
-        raise ValueError(
-            f"{source}: the file has several vectors, {', '.join(map(repr, sorted(groups)))}, and none is called {name!r}. Load one by "
-            "its name."
-        )
-    chosen = groups[name] if name in groups else next(iter(groups.values()))
-    return {layer: _direction(tensor, f"{source}: {key!r}") for layer, (key, tensor) in sorted(chosen.items(), key=_order)}
-
-
-def _order(item: tuple[int | None, Any]) -> int:
-    return -1 if item[0] is None else item[0]
-
-
-def _safetensors(data: bytes, source: str) -> dict[str, torch.Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        return dict(load(data))
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{source}: neither a safetensors file nor one in GGUF ({type(error).__name__}: {error}).") from error
-
-
-def _direction(tensor: Any, what: str) -> torch.Tensor:
-    """Return ``tensor`` as a direction on the CPU, in float32."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{what} is a {type(tensor).__name__}, and a direction is a tensor [hidden].")
-    if tensor.dim() != 1 or not len(tensor):
-        raise ValueError(
-            f"{what} has shape {tuple(tensor.shape)}, and a direction is [hidden]: keep one tensor for each layer, under the "
-            "layer's number."
-        )
-    if not tensor.is_floating_point():
-        raise ValueError(f"{what} has dtype {tensor.dtype}, and a direction has floating point numbers.")
-    with torch.inference_mode(False):
-        direction = tensor.detach().to("cpu", torch.float32, copy=True)
-    if not torch.isfinite(direction).all():
-        raise ValueError(f"{what} has values that are not finite.")
-    return direction
-
-
-class Vectors(Mapping[str, Vector]):
+class Vectors(Mapping[str, Directions]):
     """The vectors that requests name; ``hidden`` are the channels of the model's hidden state, ``None`` if they are not known yet."""
 
     def __init__(self, hidden: int | None = None) -> None:
         self.hidden = hidden
-        self._vectors: dict[str, Vector] = {}
+        self._vectors: dict[str, Directions] = {}
 
     def load(self, path: str | os.PathLike[str], name: str | None = None) -> str:
         """Register the vector in a file and return its name.
@@ -119,17 +49,17 @@ class Vectors(Mapping[str, Vector]):
                 raise TypeError(f"vector {name!r}: layers are numbers from 0, not {layer!r}.")
         if not given:
             raise ValueError(f"vector {name!r} has no directions.")
-        made: Vector = {
-            layer: _direction(tensor, f"vector {name!r}" + ("" if layer is None else f", layer {layer}"))
-            for layer, tensor in sorted(given.items(), key=_order)
+        made: Directions = {
+            layer: direction_of(tensor, f"vector {name!r}" + ("" if layer is None else f", layer {layer}"))
+            for layer, tensor in sorted(given.items(), key=order)
         }
         return self._add(name, made, f"vector {name!r}")
 
     def add_parsed(self, name: str, data: bytes, source: str) -> str:
-        """Register the vector in the content of a file, which messages call ``source``; see :func:`parse_vector`."""
+        """Register the vector in the content of a file, which messages call ``source``; see :func:`.parse_vector`."""
         return self._add(name, parse_vector(data, source, name), source)
 
-    def _add(self, name: str, vector: Vector, source: str) -> str:
+    def _add(self, name: str, vector: Directions, source: str) -> str:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name for a vector: names have letters, digits and '_', '-', '.'.")
         if name in self._vectors:
@@ -153,7 +83,7 @@ class Vectors(Mapping[str, Vector]):
         self[name]  # raises if there is none
         del self._vectors[name]
 
-    def __getitem__(self, name: str) -> Vector:
+    def __getitem__(self, name: str) -> Directions:
         if name not in self._vectors:
             raise KeyError(f"There is no vector {name!r}. Registered: {', '.join(self._vectors) or 'none'}.")
         return self._vectors[name]
@@ -182,7 +112,7 @@ class Vectors(Mapping[str, Vector]):
             raise ValueError(_SIZE.format(what=f"The vector {name!r}", size=len(direction), hidden=hidden))
         return direction
 
-    def _found(self, name: str) -> Vector:
+    def _found(self, name: str) -> Directions:
         try:
             return self[name]
         except KeyError as error:
@@ -192,5 +122,5 @@ class Vectors(Mapping[str, Vector]):
 _SIZE = "{what}: a direction has {size} channels, and the model's hidden state has {hidden}."
 
 
-def _layers_of(vector: Vector) -> str:
+def _layers_of(vector: Directions) -> str:
     return "any layer" if None in vector else "layers " + ", ".join(str(layer) for layer in vector)

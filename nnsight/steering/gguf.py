@@ -9,11 +9,15 @@ so each value is checked against the bytes that are there before it is read.
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
 MAGIC = b"GGUF"
+
+_INSTALL = "`pip install gguf`, or `pip install 'nnsight[steering]'`"
 
 #: Codes of the types of tensors that are plain floats.
 _FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
@@ -29,7 +33,7 @@ def control_vector(data: bytes, source: str) -> dict[str, torch.Tensor]:
         import numpy as np
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{source} is a GGUF file, and the package gguf reads those: `pip install gguf`, or `pip install 'nnsight[vllm]'`."
+            f"{source} is a GGUF file, and the package gguf reads those: {_INSTALL}."
         ) from error
 
     class Reader(gguf.GGUFReader):
@@ -68,3 +72,24 @@ def control_vector(data: bytes, source: str) -> dict[str, torch.Tensor]:
             return {each.name: torch.from_numpy(each.data.copy()).view(_FLOATS[each.tensor_type]) for each in tensors}
         except Exception as error:
             raise ValueError(f"{source} cannot be read as a control vector: {error}") from error
+
+
+def write_control_vector(path: Path, directions: Mapping[int, torch.Tensor], model: str) -> None:
+    """Write directions, float32 ``[hidden]`` by the numbers of their layers, as a control vector; ``model`` is a hint at what it is for.
+
+    Raises:
+        ImportError: If the package ``gguf`` is not installed.
+    """
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"The package gguf writes {path.name}: {_INSTALL}.") from error
+    writer = gguf.GGUFWriter(path, "controlvector")
+    writer.add_string("controlvector.model_hint", model)
+    writer.add_uint32("controlvector.layer_count", len(directions))
+    for layer, direction in directions.items():
+        writer.add_tensor(f"direction.{layer}", direction.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

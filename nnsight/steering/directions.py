@@ -1,0 +1,153 @@
+"""Directions from contrast prompts: what the hidden states of one kind of prompt have and those of the other kind lack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from tqdm.auto import tqdm
+
+from ..modeling.base import NNsight
+from ..tracing import save
+from .layers import count_of, hidden_of, layers_path
+from .vector import SteeringVector
+
+Method = Literal["mean", "pca", "probe"]
+
+
+@torch.no_grad()
+def contrast(
+    model: NNsight,
+    positive: Sequence[Any],
+    negative: Sequence[Any],
+    *,
+    method: Method = "mean",
+    layers: int | Sequence[int] | None = None,
+    at: str = "",
+    position: int | Literal["mean"] = -1,
+    batch_size: int = 16,
+    progress: bool = True,
+) -> SteeringVector:
+    """Return the directions from ``negative`` to ``positive`` prompts.
+
+    Args:
+        model: A model that runs here, compiled or not.
+        positive: Prompts that show what the vector is to be for: each is an input of ``model.trace``.
+        negative: Prompts that show the opposite.
+        method: How a direction is found from the hidden states of a layer. "mean" is the difference of the means (Turner et al. 2023,
+            https://arxiv.org/abs/2308.10248). "pca" is the first principal component of the differences of pairs (Zou et al. 2023,
+            https://arxiv.org/abs/2310.01405), so there must be as many positive prompts as negative ones. "probe" is the normal of a
+            logistic regression. Each points from negative to positive, and its length is the distance of the means along it.
+        layers: Numbers of the layers, from 0; all by default.
+        at: Path of the list of layers, such as ``"transformer.h"``; found out by default.
+        position: Position of the token whose hidden state counts, among the tokens of its prompt: -1 is the last one. "mean" is the mean of
+            all of them.
+        batch_size: Prompts in one call of the model.
+        progress: Whether a progress bar is shown.
+
+    Returns:
+        The vector. Its ``effects`` are Cohen's d for each layer: how many standard deviations lie between the two kinds of prompts along
+        a direction. They are measured on prompts that the direction was not found with; about 0 means that it tells nothing.
+
+    Raises:
+        ValueError: If there are fewer than two prompts of a kind, other numbers than ``method`` takes, or no such layer.
+    """
+    finders: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"mean": _mean, "pca": _pca, "probe": _probe}
+    if method not in finders:
+        raise ValueError(f"method={method!r}: the methods are {', '.join(map(repr, finders))}.")
+    if min(len(positive), len(negative)) < 2:
+        raise ValueError(f"There are {len(positive)} positive prompts and {len(negative)} negative ones: two of a kind are the least.")
+    if method == "pca" and len(positive) != len(negative):
+        raise ValueError(f"method='pca' takes pairs, and there are {len(positive)} positive prompts and {len(negative)} negative ones.")
+    at = at or layers_path(model)
+    count = count_of(model, at)
+    chosen = list(range(count)) if layers is None else [layers] if isinstance(layers, int) else sorted(layers)
+    if not chosen or chosen[0] < 0 or chosen[-1] >= count:
+        raise ValueError(f"layers={layers!r}: the model has layers 0 to {count - 1} at `{at}`.")
+    prompts = [*positive, *negative]
+    paths = [f"{at}.{layer}.output" for layer in chosen]
+    starts = tqdm(range(0, len(prompts), batch_size), desc="hidden states", disable=not progress)
+    states = torch.cat([_hidden_states(model, prompts[start : start + batch_size], paths, position) for start in starts], dim=1)
+    find, directions, effects = finders[method], {}, {}
+    for layer, found in zip(chosen, states, strict=True):
+        ours, theirs = found[: len(positive)], found[len(positive) :]
+        directions[layer] = _scaled(find(ours, theirs), ours, theirs)
+        effect = _effect(find, ours, theirs)
+        if effect is not None:
+            effects[layer] = effect
+    about = {"method": method, "position": str(position), "prompts": f"{len(positive)} positive, {len(negative)} negative"}
+    about["model"] = str(getattr(model.config, "name_or_path", "") if hasattr(model, "config") else "") or type(model._module).__name__
+    return SteeringVector(directions, at, effects, about)
+
+
+def _hidden_states(model: NNsight, prompts: list[Any], paths: list[str], position: int | str) -> torch.Tensor:
+    """Return a hidden state for each layer and prompt, float32 ``[layers, prompts, hidden]`` on the CPU."""
+    args, kwargs = model._prepare_input(prompts)[:2]
+    mask = kwargs.get("attention_mask")
+    with model.trace(*args, **kwargs):
+        states = [hidden_of(model.get(path)) for path in paths]
+        stacked = save(torch.stack([_chosen(state, mask, position) for state in states]))
+    return stacked.detach().to("cpu", torch.float32)
+
+
+def _chosen(hidden: torch.Tensor, mask: torch.Tensor | None, position: int | str) -> torch.Tensor:
+    """Return one hidden state of each row, ``[batch, hidden]``; ``mask`` says which positions are no padding."""
+    real = torch.ones(hidden.shape[:2], dtype=torch.long) if mask is None else mask
+    real = real.to(hidden.device)
+    if position == "mean":
+        weights = real.to(hidden.dtype)
+        return (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+    order = real.cumsum(1) - 1 + (real - 1) * real.shape[1]  # the number of a token in its prompt, and less than 0 for padding
+    wanted = int(position) if int(position) >= 0 else real.sum(1, keepdim=True) + int(position)
+    found = (order == wanted).to(hidden.dtype)
+    return (hidden * found[..., None]).sum(1)
+
+
+def _mean(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    return ours.mean(0) - theirs.mean(0)
+
+
+def _pca(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Return the direction in which pairs differ most, from zero and not from their mean."""
+    return torch.linalg.svd(ours - theirs, full_matrices=False).Vh[0]
+
+
+@torch.enable_grad()
+def _probe(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Return the normal of a logistic regression on standardized channels, with a small penalty that makes it unique."""
+    states = torch.cat([ours, theirs]).double()
+    labels = torch.cat([torch.ones(len(ours)), torch.zeros(len(theirs))]).double()
+    spread = states.std(0).clamp_min(1e-6)
+    inputs = (states - states.mean(0)) / spread
+    weights = torch.zeros(inputs.shape[1] + 1, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        logits = inputs @ weights[:-1] + weights[-1]
+        found = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels) + 1e-2 * weights[:-1].square().sum()
+        found.backward()
+        return found
+
+    optimizer.step(loss)
+    return (weights[:-1] / spread).detach().float()
+
+
+def _scaled(direction: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Return a direction as long as the distance of the means along it, from ``theirs`` to ``ours``."""
+    unit = direction / direction.norm().clamp_min(1e-12)
+    return unit * ((ours.mean(0) - theirs.mean(0)) @ unit)
+
+
+def _effect(find: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ours: torch.Tensor, theirs: torch.Tensor) -> float | None:
+    """Return Cohen's d of held-out prompts along the directions found with the others; ``None`` for fewer than four of a kind."""
+    if min(len(ours), len(theirs)) < 4:
+        return None
+    found = []
+    for known, held_out in ((0, 1), (1, 0)):
+        direction = _scaled(find(ours[known::2], theirs[known::2]), ours[known::2], theirs[known::2])
+        one, other = ours[held_out::2] @ direction, theirs[held_out::2] @ direction
+        spread = ((one.var() + other.var()) / 2).sqrt().clamp_min(1e-12)
+        found.append(float((one.mean() - other.mean()) / spread))
+    return sum(found) / 2

@@ -1,0 +1,82 @@
+"""Files of steering vectors.
+
+A *vector* is one idea, such as a mood: a direction of the residual stream for each of some layers, or a single direction for any layer.
+Layers are counted from 0, and a direction belongs to the hidden state after its layer. Control vectors of llama.cpp and repeng are counted
+in the same way: in their files ``direction.N`` is that of layer ``N``.
+
+Two formats are read and written. Both are tables of numbers that run no code:
+
+* safetensors: a key ``N``, or one that ends in ``.N``, is the direction of layer ``N``; a sole tensor is one for any layer. A file may
+  have several vectors, whose keys begin with their names: ``happy.3``, ``happy.4``, ``sad.3``.
+* GGUF with the architecture ``controlvector``, see :mod:`~nnsight.steering.gguf`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from .gguf import MAGIC, control_vector
+
+#: The directions of a vector by the number of their layer; the one under ``None`` is for any layer.
+Directions = dict[int | None, torch.Tensor]
+
+_KEY = re.compile(r"(?:(?P<group>.+)\.)?(?P<layer>\d+)")
+
+
+def parse_vector(data: bytes, source: str, name: str | None = None) -> Directions:
+    """Return the vector in the content of a file, in float32; ``name`` says which of several vectors in the file.
+
+    A file that is not right raises ``ValueError``, which names ``source`` and key, and one in GGUF without the package ``gguf``
+    ``ImportError``.
+    """
+    tensors = control_vector(data, source) if data[:4] == MAGIC else _safetensors(data, source)
+    groups: dict[str, dict[int | None, tuple[str, torch.Tensor]]] = {}
+    for key, tensor in tensors.items():
+        found = _KEY.fullmatch(key)
+        group, layer = (found["group"] or "", int(found["layer"])) if found else (key, None)
+        groups.setdefault(group, {})[layer] = key, tensor
+    if not groups:
+        raise ValueError(f"{source}: the file has no tensors.")
+    if len(groups) > 1 and name not in groups:
+        raise ValueError(
+            f"{source}: the file has several vectors, {', '.join(map(repr, sorted(groups)))}, and none is called {name!r}. Load one by "
+            "its name."
+        )
+    chosen = groups[name] if name in groups else next(iter(groups.values()))
+    return {layer: direction_of(tensor, f"{source}: {key!r}") for layer, (key, tensor) in sorted(chosen.items(), key=order)}
+
+
+def order(item: tuple[int | None, Any]) -> int:
+    """Sort directions by their layers, the one for any layer first."""
+    return -1 if item[0] is None else item[0]
+
+
+def _safetensors(data: bytes, source: str) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return dict(load(data))
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(f"{source}: neither a safetensors file nor one in GGUF ({type(error).__name__}: {error}).") from error
+
+
+def direction_of(tensor: Any, what: str) -> torch.Tensor:
+    """Return ``tensor`` as a direction on the CPU, in float32."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} is a {type(tensor).__name__}, and a direction is a tensor [hidden].")
+    if tensor.dim() != 1 or not len(tensor):
+        raise ValueError(
+            f"{what} has shape {tuple(tensor.shape)}, and a direction is [hidden]: keep one tensor for each layer, under the "
+            "layer's number."
+        )
+    if not tensor.is_floating_point():
+        raise ValueError(f"{what} has dtype {tensor.dtype}, and a direction has floating point numbers.")
+    with torch.inference_mode(False):
+        direction = tensor.detach().to("cpu", torch.float32, copy=True)
+    if not torch.isfinite(direction).all():
+        raise ValueError(f"{what} has values that are not finite.")
+    return direction

@@ -1,0 +1,47 @@
+"""The layers of a model: where the hidden state is that steering vectors work on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..modeling.base import NNsight
+
+
+def layers_path(model: NNsight) -> str:
+    """Return the path of the list of the model's layers, such as ``"transformer.h"``: the list of like modules with most parameters.
+
+    Raises:
+        ValueError: If there is no list, or there are several of about the same size, such as those of an encoder and a decoder.
+    """
+    found: dict[str, int] = {}
+    for path, module in model._module.named_modules():
+        inside_another = any(path.startswith(f"{other}.") for other in found)
+        if isinstance(module, torch.nn.ModuleList) and len(module) > 1 and not inside_another:
+            found[path] = sum(parameter.numel() for parameter in module.parameters())
+    largest = sorted(found, key=found.__getitem__, reverse=True)
+    if not largest:
+        raise ValueError(f"{type(model._module).__name__} has no list of layers: say with `at=` where it is, as in `at='blocks'`.")
+    if len(largest) > 1 and found[largest[1]] > found[largest[0]] / 2:
+        raise ValueError(f"{type(model._module).__name__} has several lists of layers, {', '.join(largest)}: choose one with `at=`.")
+    return largest[0]
+
+
+def count_of(model: NNsight, at: str) -> int:
+    """Return the number of layers in the list at the path ``at``; raise ``ValueError`` if there is no list."""
+    try:
+        return len(model._module.get_submodule(at))  # type: ignore[arg-type]
+    except (AttributeError, TypeError):
+        raise ValueError(f"The model has no list of layers at {at!r}: choose another path with `at=`.") from None
+
+
+def hidden_of(output: Any) -> torch.Tensor:
+    """Return the hidden state, ``[batch, positions, hidden]``, in what a layer returns."""
+    hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+def with_hidden(output: Any, hidden: torch.Tensor) -> Any:
+    """Return what a layer returns with another hidden state in it."""
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

@@ -1,0 +1,162 @@
+"""Sweeps: what a steering vector does at several layers and with several factors, beside random directions of the same length."""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from tqdm.auto import tqdm
+
+from ..modeling.base import NNsight
+from .vector import SteeringVector
+
+#: What a sweep measures: a function of the steered model, which returns a number, or one for each of some prompts.
+Metric = Callable[[Any], float | torch.Tensor]
+
+#: From how many standard deviations of random directions on a change counts as an effect.
+_NOTABLE = 3.0
+
+
+class Row(NamedTuple):
+    """One setting of a sweep.
+
+    Attributes:
+        layer: The layer.
+        scale: The factor.
+        value: The metric of the steered model.
+        change: That less the metric of the model itself.
+        random: The mean change that random directions of the same length make there.
+        effect: How many standard deviations of these lie between ``random`` and ``change``.
+    """
+
+    layer: int
+    scale: float
+    value: float
+    change: float
+    random: float
+    effect: float
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The table of a sweep; ``unsteered`` is the metric of the model itself. ``pandas.DataFrame(sweep.rows)`` is a table of pandas."""
+
+    rows: tuple[Row, ...]
+    unsteered: float
+
+    @property
+    def best(self) -> Row:
+        """The setting with the largest change upwards that is more than chance, or the largest of all if none is."""
+        notable = [row for row in self.rows if row.effect >= _NOTABLE]
+        return max(notable or self.rows, key=lambda row: row.change)
+
+    @property
+    def has_effect(self) -> bool:
+        """Whether some setting does more than random directions do."""
+        return any(abs(row.effect) >= _NOTABLE for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{'layer':>5} {'scale':>8} {'metric':>10} {'change':>10} {'random':>10} {'effect':>8}"]
+        form = "{:5} {:8g} {:10.4g} {:+10.4g} {:+10.4g} {:+8.1f}"
+        lines += [form.format(*row) for row in self.rows]
+        return "\n".join([*lines, f"unsteered: {self.unsteered:.4g}"])
+
+    def plot(self, path: str | Path | None = None) -> Any:
+        """Draw the metric by factor, a line for each layer; write it to ``path`` if given, and return the axes of matplotlib.
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        try:
+            from matplotlib.figure import Figure
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError("A plot takes matplotlib: `pip install matplotlib`, or `pip install 'nnsight[steering]'`.") from error
+        figure = Figure(figsize=(6, 4), layout="constrained")
+        axes = figure.add_subplot()
+        for layer in dict.fromkeys(row.layer for row in self.rows):
+            points = sorted((row.scale, row.value) for row in self.rows if row.layer == layer)
+            axes.plot(*zip(*points, strict=True), marker="o", label=f"layer {layer}")
+        axes.axhline(self.unsteered, color="gray", linestyle=":", label="unsteered")
+        axes.set_xlabel("scale")
+        axes.set_ylabel("metric")
+        axes.legend()
+        if path is not None:
+            figure.savefig(path)
+        return axes
+
+
+def sweep(
+    model: NNsight,
+    vector: SteeringVector,
+    metric: Metric,
+    *,
+    scales: Sequence[float] = (-4.0, -2.0, 2.0, 4.0),
+    layers: Sequence[int] | None = None,
+    controls: int = 5,
+    seed: int = 0,
+    progress: bool = True,
+    **options: Any,
+) -> Sweep:
+    """Measure what ``vector`` does to ``model`` at each layer with each factor.
+
+    Args:
+        model: The model.
+        vector: The vector.
+        metric: Called with the steered model; returns a number, or a tensor of numbers, whose mean counts. Larger is what the vector
+            is for.
+        scales: The factors.
+        layers: The layers; all that the vector has by default.
+        controls: Number of random directions that each direction is compared with, 2 or more. They have its length.
+        seed: Seed of the random directions.
+        progress: Whether a progress bar is shown.
+        **options: Further arguments of :meth:`.SteeringVector.apply`.
+
+    Returns:
+        The table.
+
+    Warns:
+        UserWarning: If no setting does more than random directions of the same length: the vector then does nothing that noise does not.
+
+    Raises:
+        ValueError: If there is nothing to measure, or there are fewer than two controls.
+    """
+    chosen = list(vector) if layers is None else list(layers)
+    if not chosen or not scales or controls < 2:
+        raise ValueError("sweep() takes one layer, one factor and two controls at least.")
+    unsteered = _number(metric(model))
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    with tqdm(total=len(chosen) * len(scales) * (1 + controls), desc="sweep", disable=not progress) as bar:
+
+        def measured(directions: SteeringVector, layer: int, scale: float) -> float:
+            value = _number(metric(directions.apply(model, scale, layers=layer, **options)))
+            bar.update()
+            return value
+
+        for layer in chosen:
+            drawn = torch.randn(controls, len(vector[layer]), generator=generator)
+            drawn *= vector[layer].norm() / drawn.norm(dim=1, keepdim=True)
+            others = [SteeringVector({layer: direction}, vector.at) for direction in drawn]
+            for scale in scales:
+                value = measured(vector, layer, scale)
+                changes = [measured(other, layer, scale) - unsteered for other in others]
+                change, random, spread = value - unsteered, statistics.mean(changes), statistics.stdev(changes)
+                rows.append(Row(layer, float(scale), value, change, random, (change - random) / max(spread, 1e-12)))
+    made = Sweep(tuple(rows), unsteered)
+    if not made.has_effect:
+        warnings.warn(
+            f"The vector does no more than random directions of its length in any of {len(rows)} settings: try other layers, larger "
+            "factors or more prompts.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return made
+
+
+def _number(value: float | torch.Tensor) -> float:
+    return float(value.detach().float().mean()) if isinstance(value, torch.Tensor) else float(value)

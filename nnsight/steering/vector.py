@@ -30,7 +30,7 @@ class SteeringVector(Mapping[int, torch.Tensor]):
     """A direction of the hidden state after each of some layers, float32 ``[hidden]`` on the CPU, by the number of the layer from 0.
 
     It is a mapping, as the engine for vLLM takes it: ``engine.vectors.add("mood", vector)``. Its files are those that
-    ``nnsight serve --vectors`` reads.
+    ``nnsight vllm serve --vectors`` reads.
 
     Attributes:
         directions: The directions.

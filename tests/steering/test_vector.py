@@ -115,9 +115,14 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", SETTINGS, ids=str)
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_calls_traces_and_generations_are_steered(net: Any, vector: SteeringVector, options: dict[str, Any], compile: bool) -> None:
-    assert_steered(net, vector, options, {"backend": "aot_eager"} if compile else None)
+def test_calls_traces_and_generations_are_steered(net: Any, vector: SteeringVector, options: dict[str, Any]) -> None:
+    assert_steered(net, vector, options, None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SETTINGS, ids=str)
+def test_compiled_calls_traces_and_generations_are_steered(vector: SteeringVector, options: dict[str, Any]) -> None:
+    assert_steered(gpt2(), vector, options, {"backend": "aot_eager"})
 
 
 @pytest.mark.slow
@@ -159,8 +164,9 @@ def assert_steered(net: Any, vector: SteeringVector, options: dict[str, Any], co
     ],
     ids=["schedule", "first steps", "behind the prompt", "some steps", "one step"],
 )
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_steps_and_schedules(net: Any, vector: SteeringVector, options: dict[str, Any], compile: bool, recwarn: Any) -> None:
+@pytest.mark.parametrize(("make", "compile"), [(gpt2, False), (llama, False), pytest.param(gpt2, True, marks=pytest.mark.slow)])
+def test_steps_and_schedules(make: Any, compile: bool, vector: SteeringVector, options: dict[str, Any], recwarn: Any) -> None:
+    net = make()
     ids = torch.randint(1, 97, (2, 6))
     with hooked(net, vector, options):
         due = net.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY)

@@ -13,9 +13,10 @@ import torch
 from gguf import GGUFWriter
 from safetensors.torch import save, save_file
 
+from nnsight.steering import SteeringVector
+from nnsight.steering.formats import parse_vector
 from nnsight.vllm.steering.choices import PREFIX, Choice
 from nnsight.vllm.steering.entries import Entries
-from nnsight.steering.formats import parse_vector
 from nnsight.vllm.steering.vectors import Vectors
 from nnsight.vllm.worker.residual import places_of
 
@@ -336,3 +337,14 @@ def test_a_request_that_is_dropped_gives_its_entry_back() -> None:
     del lease
     gc.collect()
     assert made.in_use == 0
+
+
+def test_a_steering_vector_is_taken_as_it_is_and_from_its_files(tmp_path: Path) -> None:
+    made = SteeringVector({2: torch.randn(8), 5: torch.randn(8)}, "transformer.h", {2: 1.0}, {"method": "mean"})
+    vectors = Vectors(8)
+    vectors.add("itself", made)
+    vectors.load(made.save(tmp_path / "tensors.safetensors"))
+    vectors.load(made.save(tmp_path / "llama.gguf"))
+    for name in ("itself", "tensors", "llama"):
+        assert vectors.layers(name) == [2, 5]
+        assert all(torch.equal(vectors[name][layer], direction) for layer, direction in made.items())

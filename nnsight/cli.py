@@ -51,6 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--dtype", help="of the weights, such as bfloat16")
     serve.add_argument("--device-map", help="where the weights go, such as auto or cuda:0")
     serve.add_argument("--compile", action="store_true", help="run compiled")
+    serve.add_argument("--openai", action="store_true", help="also answer OpenAI's completions and chats, steered as requests ask")
+    serve.add_argument("--vectors", nargs="+", default=[], metavar="NAME=FILE", help="with --openai, vectors that requests can name")
+    serve.add_argument("--edits", type=Path, metavar="FILE", help="edits as export_edits() writes them: Python that runs here")
     serve.add_argument("--ray", action="store_true", help="run models in replicas, on a Ray cluster")
     serve.add_argument(
         "--replicas",
@@ -85,6 +88,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _serve(parsed: argparse.Namespace) -> None:
     scaling = _scaling(parsed)
+    if parsed.vectors and not parsed.openai:
+        raise ValueError("serve: --vectors are for --openai; add it.")
+    if parsed.ray and (parsed.openai or parsed.edits):
+        raise ValueError("serve: --openai and --edits are for models of this process; leave out --ray.")
     try:
         from .remote.server.keys import Account, OpenDoor
         from .remote.server.models import engine_of, load
@@ -101,6 +108,7 @@ def _serve(parsed: argparse.Namespace) -> None:
     options |= {name: getattr(parsed, name) for name in ("dtype", "device_map") if getattr(parsed, name) is not None}
     settings = Settings(keep=parsed.keep, together=parsed.together, drain=parsed.drain)
     engines: dict[Any, Any] = {}
+    models: dict[str, Any] = {}  # those of this process
     with contextlib.ExitStack() as stack:
         if parsed.ray:
             from .remote.server.replicas import cluster, deploy_model
@@ -112,7 +120,12 @@ def _serve(parsed: argparse.Namespace) -> None:
                 engines[key] = engine
             else:
                 key, model = load(name, parsed.revision, **options)
+                if parsed.edits is not None:
+                    model.import_edits(parsed.edits)
+                    if parsed.compile:
+                        model.compile()
                 engines[key] = engine_of(model, name=f"nnsight-engine {name}")
+                models[name] = model
         serve(
             engines,
             door,
@@ -121,7 +134,25 @@ def _serve(parsed: argparse.Namespace) -> None:
             port=parsed.port,
             capacity=parsed.spool_bytes,
             settings=settings,
+            more=_openai(parsed, models, door) if parsed.openai else (),
         )
+
+
+def _openai(parsed: argparse.Namespace, models: dict[str, Any], door: Any) -> list[Any]:
+    """Return the routes of OpenAI's interface."""
+    from .remote.openai.routes import Served, openai_routes
+    from .steering.registry import Vectors
+
+    served = {}
+    for name, model in models.items():
+        vectors = Vectors()
+        for given in parsed.vectors:
+            vector, _, path = given.partition("=")
+            if not path:
+                raise ValueError(f"--vectors {given}: say what the file is called, as in `--vectors happy={given}`.")
+            vectors.load(path, vector)
+        served[name] = Served(model, vectors, parsed.together)
+    return openai_routes(served, door)
 
 
 def _scaling(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -18,11 +18,12 @@ from ..modeling.forms import describe
 from ..modeling.language import _folder_or_name
 from ..modeling.mixins import MetaMixin
 from ..runtime.uncompiled import leave_to_python
+from ..steering.choices import Choice
+from ..steering.registry import Vectors
 from .asynchronous import AsyncBackend, Turns
 from .engine import VLLMEngine
 from .request_tracing import RequestTracer
-from .steering.choices import Choice
-from .steering.vectors import Vectors
+from .steering.tables import steering_of
 from .worker.engine_taps import Layout, tapped_modules
 from .worker.requests import SAMPLES
 from .worker.residual import LayerEnvoy, ModuleEnvoy, places_of, running_request
@@ -63,7 +64,7 @@ class VLLM(MetaMixin):
 
     Attributes:
         tokenizer: That of the repository.
-        vectors: Directions that blocks steer with by name, see :class:`~nnsight.vllm.steering.vectors.Vectors`.
+        vectors: Directions that blocks steer with by name, see :class:`~nnsight.steering.registry.Vectors`.
 
     Raises:
         ImportError: If vLLM is not installed.
@@ -260,7 +261,7 @@ class VLLM(MetaMixin):
         names = [envoy.path for envoy in Envoy.modules(self) if isinstance(envoy, LayerEnvoy)]
         locations = limits.steered if limits.steered is not None else [f"{path}.output" for path in names]
         rank = None if limits.steered is None else limits.rank
-        for location, steering in choice.steering(self.vectors, places_of(locations), limits.hidden, rank).items():
+        for location, steering in steering_of(choice, self.vectors, places_of(locations), limits.hidden, rank).items():
             run.steer(location, steering)
 
     def scan(self, *args: Any, **kwargs: Any) -> Any:

@@ -14,10 +14,11 @@ from gguf import GGUFWriter
 from safetensors.torch import save, save_file
 
 from nnsight.steering import SteeringVector
+from nnsight.steering.choices import PREFIX, Choice
 from nnsight.steering.formats import parse_vector
-from nnsight.vllm.steering.choices import PREFIX, Choice
+from nnsight.steering.registry import Vectors
 from nnsight.vllm.steering.entries import Entries
-from nnsight.vllm.steering.vectors import Vectors
+from nnsight.vllm.steering.tables import steering_of
 from nnsight.vllm.worker.residual import places_of
 
 HIDDEN = 4
@@ -231,7 +232,7 @@ def vectors() -> Vectors:
 
 def chosen(registered: Vectors, /, **parameters: Any) -> dict[str, Any]:
     given = {PREFIX + name: value for name, value in parameters.items()}
-    return Choice.of(given, PREFIX).steering(registered, PLACES, HIDDEN, 1)
+    return steering_of(Choice.of(given, PREFIX), registered, PLACES, HIDDEN, 1)
 
 
 def test_a_choice_is_a_sum_at_each_layer(vectors: Vectors) -> None:

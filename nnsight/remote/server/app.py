@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import platform
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from importlib import metadata
 from typing import Any
 
@@ -38,8 +38,8 @@ from .sessions import Sessions
 _FRAME = 128 * 1024
 
 
-def create_app(gateway: Gateway, door: Door) -> FastAPI:
-    """Return the application of ``gateway``, which it starts and stops; ``door`` checks keys."""
+def create_app(gateway: Gateway, door: Door, more: Sequence[Route] = ()) -> FastAPI:
+    """Return the application of ``gateway``, which it starts and stops; ``door`` checks keys, and ``more`` are further routes."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -76,6 +76,7 @@ def create_app(gateway: Gateway, door: Door) -> FastAPI:
             *_job_routes(gateway, door, sessions),
             *_fact_routes(gateway, door),
             WebSocketRoute("/subscribe", subscribe),
+            *more,
         ],
         exception_handlers={RefusedError: refused},
         lifespan=lifespan,

@@ -13,12 +13,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import uvicorn
+from starlette.routing import Route
 
 from ..protocol import ModelKey
 from .app import create_app
@@ -36,10 +37,12 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 class GatewayServer(uvicorn.Server):
     """A server that drains its gateway before it stops; port 0 takes a free port."""
 
-    def __init__(self, gateway: Gateway, door: Door, host: str = "127.0.0.1", port: int = 5001) -> None:
+    def __init__(
+        self, gateway: Gateway, door: Door, host: str = "127.0.0.1", port: int = 5001, more: Sequence[Route] = ()
+    ) -> None:
         sockets: Any = {"ws_max_size": LONGEST_FRAME, "ws_per_message_deflate": False}  # tensors hardly get smaller
         quiet: Any = {"log_config": None, "access_log": False, "server_header": False}
-        app = create_app(gateway, door)
+        app = create_app(gateway, door, more)
         super().__init__(uvicorn.Config(app, host, port, timeout_graceful_shutdown=5, **sockets, **quiet))
         self.gateway = gateway
         self._draining: asyncio.Task[None] | None = None
@@ -72,6 +75,7 @@ def in_background(
     door: Door | None = None,
     settings: Settings | None = None,
     port: int = 0,
+    more: Sequence[Route] = (),
 ) -> Iterator[str]:
     """Serve models of this process in a thread, to this machine, while the context is open: for examples, tests and notebooks.
 
@@ -81,11 +85,12 @@ def in_background(
         door: Checks keys; by default everybody on this machine is admitted.
         settings: Further choices.
         port: Port to listen on; 0 takes a free one.
+        more: Further routes, such as those of :func:`~nnsight.remote.openai.routes.openai_routes`.
 
     Yields:
         The address.
     """
-    server = GatewayServer(Gateway(engines, Spool(spool), settings), door or OpenDoor(), port=port)
+    server = GatewayServer(Gateway(engines, Spool(spool), settings), door or OpenDoor(), port=port, more=more)
     thread = threading.Thread(target=server.run, name="nnsight-server", daemon=True)
     thread.start()
     try:
@@ -130,6 +135,7 @@ def serve(
     port: int = 5001,
     capacity: int = 16 * 2**30,
     settings: Settings | None = None,
+    more: Sequence[Route] = (),
 ) -> None:
     """Serve models until a signal ends it; arguments are those of :func:`in_background`, and ``capacity``: most bytes of the jobs on disk.
 
@@ -143,4 +149,4 @@ def serve(
     log_json()
     names: Any = [str(key) for key in engines]
     logging.getLogger("nnsight.remote.server").info("serving", extra={"models": names, "host": host, "port": port})
-    GatewayServer(gateway, door, host, port).run()
+    GatewayServer(gateway, door, host, port, more).run()

@@ -18,10 +18,10 @@ from prometheus_client import Counter, Gauge
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from ..steering.choices import PREFIX, Choice
+from ...steering.choices import PREFIX, Choice
+from ...steering.registry import Vectors
 from ..steering.entries import ENTRY, Entries, Lease
-from ..steering.tables import Steering, salt_of
-from ..steering.vectors import Vectors
+from ..steering.tables import Steering, salt_of, steering_of
 from ..worker.engine_taps import Layout
 from ..worker.residual import places_of
 from ..worker.worker import packed
@@ -63,7 +63,7 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
         _VECTORS.set_function(lambda: len(vectors))
 
     def _salted_edits(self, choice: Choice) -> tuple[str, Edits]:
-        edits = choice.steering(self.vectors, self.places, self.vllm_config.model_config.get_hidden_size(), self._rank)
+        edits = steering_of(choice, self.vectors, self.places, self.vllm_config.model_config.get_hidden_size(), self._rank)
         return salt_of(edits), edits
 
     def edits_of(self, parameters: Mapping[str, Any]) -> tuple[str, Edits, int] | None:

@@ -19,7 +19,7 @@ from vllm.logger import configure_logging_from_args
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from ..steering.vectors import Vectors
+from ...steering.registry import Vectors
 from ..worker.engine_taps import Layout
 from ..worker.runner import check, choose_runner
 

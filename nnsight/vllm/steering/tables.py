@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 
+from ...steering.choices import Choice
+from ...steering.registry import Vectors
 from .graph_functions import EditFunction, finite, fitted
 
 #: The parameters of an edit.
@@ -97,6 +99,15 @@ def _orthonormal(remove: Any, hidden: int) -> torch.Tensor:
     if (triangle.diagonal().abs() <= 1e-10 * triangle.abs().max()).any():
         raise ValueError("steer(remove=...) has directions that depend on each other, or a zero: leave them out.")
     return basis.T.float().contiguous()
+
+
+def steering_of(choice: Choice, vectors: Vectors, places: Mapping[int, str], hidden: int, rank: int | None) -> dict[str, Steering]:
+    """Return the edits of hidden states that a request has chosen, by location; ``places`` are the locations by number of the layer.
+
+    Other arguments and errors are those of :meth:`.Choice.at_layers`.
+    """
+    chosen = choice.at_layers(vectors, places, hidden, rank)
+    return {places[layer]: Steering.of(hidden, found.add, None, found.remove, choice.start) for layer, found in chosen.items()}
 
 
 def salt_of(steering: Mapping[str, Steering]) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...steering.formats import Directions, direction_of, order, parse_vector
+from .formats import Directions, direction_of, order, parse_vector
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 

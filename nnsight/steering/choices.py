@@ -1,22 +1,21 @@
 """The choice that a request makes of the registered vectors.
 
-A request states it in plain data, as JSON has it, so that it can be sent to a server (``vllm_xargs``); ``model.steer(...)`` states the
-same in a block. Both become a :class:`Choice`, and that becomes the :class:`~.tables.Steering` of each layer. A choice that cannot be done
-in full is an error, because an answer that is only partly steered looks like any other.
+A request states it in plain data, as JSON has it, so that it can be sent to a server (``vllm_xargs``); ``model.steer(...)`` of an engine
+states the same in a block. Both become a :class:`Choice`, and that becomes the :class:`Addition` of each layer. A choice that cannot be
+done in full is an error, because an answer that is only partly steered looks like any other.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from .tables import Steering
-from .vectors import Vectors
+from .registry import Vectors
 
 #: How the names of the parameters begin in a request to a server.
 PREFIX = "nnsight_"
@@ -25,6 +24,16 @@ _KNOWN = ("vector", "scale", "remove", "layers", "start")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 #: Limit of a range of layers. No model has as many, and a request may not make the server count further.
 _MOST_LAYERS = 10_000
+
+
+class Addition(NamedTuple):
+    """What is done to a hidden state: ``remove``, ``[directions, hidden]``, is projected out, then ``add``, ``[hidden]``, is added.
+
+    That is float32 on the CPU.
+    """
+
+    add: torch.Tensor | None
+    remove: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -62,17 +71,17 @@ class Choice:
         layers = _layers(prefix + "layers", given.get("layers"))
         return cls(tuple(zip(names, scales, strict=True)), removed, layers, start, prefix)
 
-    def steering(self, vectors: Vectors, places: Mapping[int, str], hidden: int, rank: int | None) -> dict[str, Steering]:
-        """Return the edits of hidden states, by location; raise ``ValueError`` if a vector or a layer cannot be used.
+    def at_layers(self, vectors: Vectors, known: Collection[int], hidden: int, rank: int | None) -> dict[int, Addition]:
+        """Return what is done at each layer; raise ``ValueError`` if a vector or a layer cannot be used.
 
-        ``places`` are locations of the layers' outputs, by number; ``rank`` is how many directions may be removed, ``None`` for any number.
+        ``known`` are the layers that can be steered, and ``rank`` is how many directions may be removed, ``None`` for any number.
         """
         layers = self._own_layers(vectors) if self.layers is None else self.layers
-        missing = [layer for layer in layers if layer not in places]
+        missing = [layer for layer in layers if layer not in known]
         if missing:
             raise ValueError(
                 f"Layer {', '.join(map(str, missing))} cannot be steered: there are tables for "
-                f"{', '.join(map(str, sorted(places))) or 'no layer'}. Choose layers with {self.prefix}layers."
+                f"{', '.join(map(str, sorted(known))) or 'no layer'}. Choose layers with {self.prefix}layers."
             )
         if rank is not None and len(self.remove) > rank:
             raise ValueError(
@@ -82,9 +91,7 @@ class Choice:
         for layer in layers:
             added = [scale * vectors.direction(name, layer, hidden) for name, scale in self.add]
             removed = [vectors.direction(name, layer, hidden) for name in self.remove]
-            made[places[layer]] = Steering.of(
-                hidden, sum(added) if added else None, None, torch.stack(removed) if removed else None, self.start
-            )
+            made[layer] = Addition(torch.stack(added).sum(0) if added else None, torch.stack(removed) if removed else None)
         return made
 
     def _own_layers(self, vectors: Vectors) -> list[int]:

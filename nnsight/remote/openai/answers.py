@@ -1,0 +1,107 @@
+"""One answer while it is made: its tokens, its text so far, and why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...steering.choices import Addition
+from .requests import Sampling
+
+
+class Answer:
+    """An answer to one prompt. The thread that generates adds tokens to it, and calls ``tell`` when its text grows or it ends.
+
+    Attributes:
+        prompt: Token ids of the prompt.
+        additions: How it is steered, by layer.
+        tokens: Ids made so far, without that of an end.
+        text: What may be shown of the text so far.
+        reason: ``"stop"`` or ``"length"`` once it has ended, ``"cancelled"`` if nobody wants it any more.
+        error: What went wrong, if it has ended so.
+    """
+
+    def __init__(
+        self,
+        prompt: tuple[int, ...],
+        sampling: Sampling,
+        additions: dict[int, Addition],
+        tokenizer: Any,
+        tell: Callable[[], None],
+        seed: int,
+    ) -> None:
+        self.prompt, self.sampling, self.additions = prompt, sampling, additions
+        self._tokenizer, self._tell = tokenizer, tell
+        self.generator = torch.Generator().manual_seed(seed)
+        self.tokens: list[int] = []
+        self.text = ""
+        self.reason: str | None = None
+        self.error: Exception | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it gets no more tokens."""
+        return self.reason is not None or self.error is not None
+
+    def add(self, token: int, ends: frozenset[int]) -> None:
+        """Add a token; ``ends`` are those that end a text."""
+        if self.is_over:
+            return
+        if token in ends:
+            self._end("stop")
+            return
+        self.tokens.append(token)
+        text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+        found = [place for place in (text.find(stop) for stop in self.sampling.stop) if place >= 0]
+        if found:
+            self.text = text[: min(found)]
+            self._end("stop", whole=False)
+        elif len(self.tokens) >= self.sampling.max_tokens:
+            self._end("length")
+        else:  # the end may be part of a character, or of a text to stop at
+            held = max((len(stop) - 1 for stop in self.sampling.stop), default=0)
+            shown = text.rstrip("\ufffd") if text.endswith("\ufffd") else text
+            shown = shown[: len(shown) - held] if held else shown
+            if len(shown) > len(self.text):
+                self.text = shown
+                self._tell()
+
+    def cancel(self) -> None:
+        """End it, because nobody wants it any more."""
+        if not self.is_over:
+            self.reason = "cancelled"
+
+    def fail(self, error: Exception) -> None:
+        """End it with an error."""
+        if not self.is_over:
+            self.error = error
+            self._tell()
+
+    def _end(self, reason: str, whole: bool = True) -> None:
+        if whole:
+            self.text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
+        self.reason = reason
+        self._tell()
+
+    def chosen(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return logits, float32 ``[vocabulary]``, whose largest one is the token that is drawn.
+
+        Noise from the Gumbel distribution is added: the largest sum is then distributed as a draw from the softmax, whatever else is in the
+        batch (Gumbel 1954; https://arxiv.org/abs/1611.01144).
+        """
+        sampling = self.sampling
+        if sampling.temperature == 0.0:
+            return logits
+        logits = logits / sampling.temperature
+        if sampling.top_k:
+            least = logits.topk(min(sampling.top_k, len(logits))).values[-1]
+            logits = logits.masked_fill(logits < least, -torch.inf)
+        if sampling.top_p < 1.0:
+            ordered, order = logits.sort(descending=True)
+            before = ordered.softmax(-1).cumsum(-1).roll(1)
+            before[0] = 0.0  # the likeliest stays
+            logits = logits.scatter(0, order, ordered.masked_fill(before > sampling.top_p, -torch.inf))
+        uniform = torch.rand(len(logits), generator=self.generator).clamp_min(1e-20).to(logits.device)
+        return logits - (-uniform.log()).log()

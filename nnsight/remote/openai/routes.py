@@ -1,0 +1,233 @@
+"""The routes of OpenAI's interface on the server of programs: ``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``.
+
+The keys are those of the server, as ``Authorization: Bearer KEY`` or in its own header, and so is the number of requests that an account
+may have at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ...steering.choices import Addition
+from ...steering.layers import count_of, layers_path
+from ...steering.registry import Vectors
+from ..protocol import KEY_HEADER
+from ..server.keys import Account, Door
+from .answers import Answer
+from .batches import Generator
+from .requests import BadRequestError, Wanted, parse
+
+#: Most bytes of a body, and seconds in which it has to come.
+_MOST_BYTES, _UPLOAD = 4 * 2**20, 60.0
+
+
+class Served:
+    """A model behind these routes: ``vectors`` are those that requests can name, and ``together`` is how many answers share a batch."""
+
+    def __init__(self, model: Any, vectors: Vectors, together: int = 8, at: str = "") -> None:
+        model.dispatch()
+        self.model, self.vectors = model, vectors
+        self.at = at or layers_path(model)
+        self.layers = range(count_of(model, self.at))
+        config = model._module.config.get_text_config()
+        self.hidden = int(config.hidden_size)
+        self.longest = int(getattr(config, "max_position_embeddings", 0) or 2**20)
+        vectors.fit(self.hidden)
+        self.generator = Generator(model, self.at, together, self.longest)
+        self.created = int(time.time())
+
+    def additions(self, wanted: Wanted) -> dict[int, Addition]:
+        """Return how a request is steered; raise a :class:`BadRequestError` if it cannot be."""
+        if wanted.choice is None:
+            return {}
+        try:
+            return wanted.choice.at_layers(self.vectors, self.layers, self.hidden, None)
+        except ValueError as error:
+            raise BadRequestError(str(error), "vllm_xargs") from error
+
+
+class _Run:
+    """The answers to one request."""
+
+    def __init__(self, served: Served, wanted: Wanted) -> None:
+        self.wanted, self._changed, loop = wanted, asyncio.Event(), asyncio.get_running_loop()
+        additions = served.additions(wanted)
+        first = secrets.randbits(62) if wanted.sampling.seed is None else wanted.sampling.seed % 2**62
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(self._changed.set)
+
+        places = [(prompt, number) for prompt in wanted.prompts for number in range(wanted.count)]
+        self.answers = [
+            Answer(prompt, wanted.sampling, additions, served.model.tokenizer, tell, first + number) for prompt, number in places
+        ]
+        for answer in self.answers:
+            served.generator.submit(answer)
+
+    async def grown(self) -> AsyncIterator[None]:
+        """Go on whenever an answer has grown, until all have ended; raise what one has failed with."""
+        while True:
+            self._changed.clear()
+            failed = next((answer.error for answer in self.answers if answer.error is not None), None)
+            if failed is not None:
+                raise failed
+            yield
+            if all(answer.is_over for answer in self.answers):
+                return
+            await self._changed.wait()
+
+    def cancel(self) -> None:
+        for answer in self.answers:
+            answer.cancel()
+
+    def usage(self) -> dict[str, int]:
+        prompt, made = sum(map(len, self.wanted.prompts)), sum(len(answer.tokens) for answer in self.answers)
+        return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def openai_routes(models: Mapping[str, Served], door: Door) -> list[Route]:
+    """Return the routes; ``models`` are the models by the names that requests give them."""
+    active: Counter[str] = Counter()
+
+    async def list_models(request: Request) -> Response:
+        try:
+            _account(request, door)
+        except BadRequestError as error:
+            return _refusal(error)
+        listed = [{"id": name, "object": "model", "created": served.created, "owned_by": "nnsight"} for name, served in models.items()]
+        return JSONResponse({"object": "list", "data": listed})
+
+    async def list_vectors(request: Request) -> Response:
+        try:
+            _account(request, door)
+        except BadRequestError as error:
+            return _refusal(error)
+        found = [
+            {"model": model, "name": name, "layers": served.vectors.layers(name)}
+            for model, served in models.items()
+            for name in served.vectors
+        ]
+        return JSONResponse({"vectors": found})
+
+    def answering(chat: bool) -> Any:
+        async def answer(request: Request) -> Response:
+            try:
+                account = _account(request, door)
+                body = await _body(request)
+                name = body.get("model") if isinstance(body, dict) else None
+                served = models.get(name) if isinstance(name, str) else None
+                if served is None:
+                    raise BadRequestError(f"The model {name!r} is not served here: there is {', '.join(models)}.", "model", 404)
+                wanted = parse(body, chat, served.model.tokenizer, served.longest)
+                if active[account.name] >= account.queue:
+                    raise BadRequestError(f"{account.queue} requests of this key run already. Wait for some of them to end.", None, 429)
+                run = _Run(served, wanted)
+            except BadRequestError as error:
+                return _refusal(error)
+            active[account.name] += 1
+            head = _head(chat, wanted)
+            if wanted.stream:
+                return StreamingResponse(_events(run, chat, head, active, account), media_type="text/event-stream")
+            try:
+                async for _ in run.grown():
+                    if await request.is_disconnected():
+                        run.cancel()
+                choices = [_choice(chat, index, made) for index, made in enumerate(run.answers)]
+                return JSONResponse({**head, "choices": choices, "usage": run.usage()})
+            except Exception:
+                return _refusal(BadRequestError("The server failed at this request. Its operator finds the cause in the log.", None, 500))
+            finally:
+                run.cancel()
+                active[account.name] -= 1
+
+        return answer
+
+    return [
+        Route("/v1/models", list_models),
+        Route("/v1/nnsight/vectors", list_vectors),
+        Route("/v1/completions", answering(chat=False), methods=["POST"]),
+        Route("/v1/chat/completions", answering(chat=True), methods=["POST"]),
+    ]
+
+
+def _account(request: Request, door: Door) -> Account:
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    account = door.admit(key.strip() if scheme.lower() == "bearer" else request.headers.get(KEY_HEADER))
+    if account is None:
+        raise BadRequestError("The key is missing or wrong: send it as `Authorization: Bearer KEY`.", None, 401)
+    return account
+
+
+async def _body(request: Request) -> Any:
+    """Return the JSON of a request."""
+    data = bytearray()
+    try:
+        async with asyncio.timeout(_UPLOAD):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > _MOST_BYTES:
+                    raise BadRequestError(f"The body has more than {_MOST_BYTES} bytes.", None, 413)
+    except TimeoutError:
+        raise BadRequestError(f"The body took longer than {_UPLOAD:g} seconds.", None, 408) from None
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"The body is no JSON: {error}") from None
+
+
+def _refusal(error: BadRequestError) -> Response:
+    kind = "invalid_request_error" if error.code < 500 else "server_error"
+    content = {"error": {"message": str(error), "type": kind, "param": error.param, "code": error.code}}
+    return JSONResponse(content, error.code, headers={"Retry-After": "1"} if error.code == 429 else None)
+
+
+def _head(chat: bool, wanted: Wanted) -> dict[str, Any]:
+    kind = ("chat.completion.chunk" if wanted.stream else "chat.completion") if chat else "text_completion"
+    name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+    return {"id": name, "object": kind, "created": int(time.time()), "model": wanted.model}
+
+
+def _choice(chat: bool, index: int, answer: Answer) -> dict[str, Any]:
+    content: dict[str, Any] = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": answer.text}
+    return {"index": index, **content, "logprobs": None, "finish_reason": answer.reason}
+
+
+async def _events(run: _Run, chat: bool, head: dict[str, Any], active: Counter[str], account: Account) -> AsyncIterator[str]:
+    """Yield the events of a stream: what each answer has grown by, its end, and the numbers of tokens if they are wanted."""
+
+    def event(choices: list[dict[str, Any]], **more: Any) -> str:
+        return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
+
+    sent, ended = [0] * len(run.answers), [False] * len(run.answers)
+    try:
+        if chat:
+            for index in range(len(run.answers)):
+                yield event([{"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}])
+        async for _ in run.grown():
+            for index, answer in enumerate(run.answers):
+                reason, text = answer.reason, answer.text[sent[index] :]
+                if (not text and reason is None) or ended[index]:
+                    continue
+                sent[index] += len(text)
+                ended[index] = reason is not None
+                content: dict[str, Any] = {"delta": {"content": text} if text else {}} if chat else {"text": text}
+                yield event([{"index": index, **content, "logprobs": None, "finish_reason": reason}])
+        if run.wanted.usage:
+            yield event([], usage=run.usage())
+        yield "data: [DONE]\n\n"
+    except Exception:
+        failure = {"message": "The server failed at this request.", "type": "server_error", "param": None, "code": 500}
+        yield f"data: {json.dumps({'error': failure})}\n\n"
+    finally:
+        run.cancel()
+        active[account.name] -= 1

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.slow
         ("overhead.py --quick --only tiny", "trace, 12 saves"),
         ("notebook.py --quick --cells every_layer generation", "second process / compiled"),
         ("remote.py --quick", "together_over_alone"),
+        ("decode.py --quick --batches 2 --only steered", "compiled edit"),
         ("gpu.py --device cpu --shapes tiny --rounds 2 --tables capture,attribution --out /dev/null", "attribution patching"),
     ],
 )

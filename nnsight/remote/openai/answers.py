@@ -92,7 +92,7 @@ class Answer:
         batch (Gumbel 1954; https://arxiv.org/abs/1611.01144).
         """
         sampling = self.sampling
-        if sampling.temperature == 0.0:
+        if sampling.is_greedy:
             return logits
         logits = logits / sampling.temperature
         if sampling.top_k:

@@ -193,7 +193,7 @@ class _Choosing:
         self._answers = answers
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if all(answer.sampling.temperature == 0.0 for answer in self._answers):
+        if all(answer.sampling.is_greedy for answer in self._answers):
             return scores
         chosen = scores.float().clone()
         for row, answer in enumerate(self._answers):

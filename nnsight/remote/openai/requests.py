@@ -32,6 +32,11 @@ class Sampling:
     seed: int | None
     stop: tuple[str, ...]
 
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is always chosen: dividing by less would overflow."""
+        return self.temperature < 1e-4
+
 
 @dataclass(frozen=True)
 class Wanted:

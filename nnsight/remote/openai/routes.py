@@ -128,7 +128,7 @@ def openai_routes(models: Mapping[str, Served], door: Door) -> list[Route]:
                 served = models.get(name) if isinstance(name, str) else None
                 if served is None:
                     raise BadRequestError(f"The model {name!r} is not served here: there is {', '.join(models)}.", "model", 404)
-                wanted = parse(body, chat, served.model.tokenizer, served.longest)
+                wanted = await asyncio.to_thread(parse, body, chat, served.model.tokenizer, served.longest)  # long texts take a while
                 if active[account.name] >= account.queue:
                     raise BadRequestError(f"{account.queue} requests of this key run already. Wait for some of them to end.", None, 429)
                 run = _Run(served, wanted)

@@ -10,7 +10,7 @@ from tqdm.auto import tqdm
 
 from ..modeling.base import NNsight
 from ..tracing import save
-from .layers import count_of, hidden_of, layers_path
+from .layers import count_of, hidden_of, layers_path, read
 from .vector import SteeringVector
 
 Method = Literal["mean", "pca", "probe"]
@@ -66,7 +66,7 @@ def contrast(
     if not chosen or chosen[0] < 0 or chosen[-1] >= count:
         raise ValueError(f"layers={layers!r}: the model has layers 0 to {count - 1} at `{at}`.")
     prompts = [*positive, *negative]
-    paths = [f"{at}.{layer}.output" for layer in chosen]
+    paths = [f"{at}.{layer}" for layer in chosen]
     starts = tqdm(range(0, len(prompts), batch_size), desc="hidden states", disable=not progress)
     states = torch.cat([_hidden_states(model, prompts[start : start + batch_size], paths, position) for start in starts], dim=1)
     find, directions, effects = finders[method], {}, {}
@@ -86,7 +86,7 @@ def _hidden_states(model: NNsight, prompts: list[Any], paths: list[str], positio
     args, kwargs = model._prepare_input(prompts)[:2]
     mask = kwargs.get("attention_mask")
     with model.trace(*args, **kwargs):
-        states = [hidden_of(model.get(path)) for path in paths]
+        states = [hidden_of(read(model.get(path))) for path in paths]
         stacked = save(torch.stack([_chosen(state, mask, position) for state in states]))
     return stacked.detach().to("cpu", torch.float32)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..envoy.envoy import Envoy
 from ..modeling.base import NNsight
 
 
@@ -45,3 +46,17 @@ def hidden_of(output: Any) -> torch.Tensor:
 def with_hidden(output: Any, hidden: torch.Tensor) -> Any:
     """Return what a layer returns with another hidden state in it."""
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+def read(layer: Envoy) -> Any:
+    """Return what a layer returns, in a block; it may have a child called ``output``, as in BERT."""
+    return getattr(layer, _name_of_output(layer))
+
+
+def write(layer: Envoy, value: Any) -> None:
+    """Let the model go on with ``value`` in place of what a layer returns, in a block."""
+    setattr(layer, _name_of_output(layer), value)
+
+
+def _name_of_output(layer: Envoy) -> str:
+    return "nns_output" if hasattr(type(layer), "nns_output") else "output"

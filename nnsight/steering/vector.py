@@ -16,7 +16,7 @@ import torch
 from ..modeling.base import NNsight
 from .formats import direction_of, parse_vector
 from .gguf import MAGIC, write_control_vector
-from .layers import count_of, hidden_of, layers_path, with_hidden
+from .layers import count_of, hidden_of, layers_path, read, with_hidden, write
 
 Mode = Literal["add", "ablate", "project", "clamp"]
 _MODES = ("add", "ablate", "project", "clamp")
@@ -153,7 +153,7 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         count = count_of(model, at)
         if any(layer >= count for layer in chosen):
             raise ValueError(f"The vector has a direction for layer {max(chosen)}, and the model has {count} layers at `{at}`.")
-        paths = [f"{at}.{layer}.output" for layer in chosen]
+        paths = [f"{at}.{layer}" for layer in chosen]
         which = slice(None) if positions is None else positions
         limits = None if mode != "clamp" else (torch.tensor(float(low)), torch.tensor(float(high)))
         if steps is None and not callable(scale):
@@ -162,9 +162,10 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         with model.edit() as (tracer, steered):
             for step in tracer.iter[slice(None) if steps is None else steps]:
                 for number, path in enumerate(paths):
-                    output = steered.get(path)
+                    layer = steered.get(path)
+                    output = read(layer)
                     hidden = _changed(hidden_of(output), directions[number], mode, factor(step), limits, match_norm, which)
-                    _put(steered, path, with_hidden(output, hidden))
+                    write(layer, with_hidden(output, hidden))
         return steered
 
     # -- files -------------------------------------------------------------------------------------------------------
@@ -234,9 +235,10 @@ def _edited(
     with model.edit() as (tracer, steered):
         for _ in tracer.iter[:]:
             for number, path in enumerate(paths):
-                output = steered.get(path)
+                layer = steered.get(path)
+                output = read(layer)
                 hidden = _changed(hidden_of(output), directions[number], mode, scale, limits and (low, high), match_norm, which)
-                _put(steered, path, with_hidden(output, hidden))
+                write(layer, with_hidden(output, hidden))
     return steered
 
 
@@ -269,12 +271,6 @@ def _changed(
     copied = hidden.clone()
     copied[:, which] = changed
     return copied
-
-
-def _put(model: NNsight, path: str, value: Any) -> None:
-    """Let the model go on with ``value`` at the location ``path``."""
-    layer, _, name = path.rpartition(".")
-    setattr(model.get(layer), name, value)
 
 
 def _unit(direction: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    BertConfig,
+    BertModel,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -307,6 +309,18 @@ def test_models_that_do_not_fit(vector: SteeringVector) -> None:
     assert not torch.equal(steered(ids, decoder_input_ids=ids).logits, both(ids, decoder_input_ids=ids).logits)
     with pytest.raises(ValueError, match="no list of layers at 'blocks'"):
         SteeringVector(dict(vector), "blocks").apply(both)
+
+
+@pytest.mark.filterwarnings("ignore:A child module is called")
+def test_layers_with_a_child_called_output() -> None:
+    config = BertConfig(num_hidden_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=2, vocab_size=97)
+    net, ids, direction = BertModel(config).eval(), torch.randint(0, 97, (2, 6)), torch.randn(32)
+    handle = net.encoder.layer[1].register_forward_hook(lambda module, args, output: output + 2 * direction)
+    due = net(ids).last_hidden_state
+    handle.remove()
+    steered = SteeringVector({1: direction}).apply(NNsight(net), 2.0)
+    torch.testing.assert_close(steered(ids).last_hidden_state, due)
+    torch.testing.assert_close(steered.bake(ids)(ids).last_hidden_state, due)
 
 
 def test_a_direction_without_length_cannot_be_ablated(net: Any) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ...modeling.language import LanguageModel
-from ...steering.layers import hidden_of, with_hidden
+from ...steering.layers import hidden_of, read, with_hidden, write
 from .answers import Answer
 
 _log = logging.getLogger("nnsight.remote.server")
@@ -42,12 +42,12 @@ class Steered:
             for _ in tracer.iter[:]:
                 for number, path in enumerate(paths):
                     layer = edited.get(path)
-                    output = layer.output
+                    output = read(layer)
                     state = hidden_of(output)
                     if rank:
                         basis = remove[:, number]
                         state = state - (state @ basis.transpose(1, 2)) @ basis
-                    layer.output = with_hidden(output, state + add[:, number, None])
+                    write(layer, with_hidden(output, state + add[:, number, None]))
         if model._compile_by_default:
             edited.compile()
         self.model = edited

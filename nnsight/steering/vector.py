@@ -143,10 +143,7 @@ class SteeringVector(Mapping[int, torch.Tensor]):
             ValueError: If the mode is unknown, ``low`` is above ``high`` or "clamp" has neither, or the model does not fit the vector.
             KeyError: If the vector has no direction for one of the layers.
         """
-        if mode not in _MODES:
-            raise ValueError(f"mode={mode!r}: the modes are {', '.join(map(repr, _MODES))}.")
-        if (mode == "clamp" and low == -math.inf and high == math.inf) or low > high:
-            raise ValueError(f"low={low} and high={high}: clamp takes one limit or both, the lower one first.")
+        _check_mode(mode, low, high)
         chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else list(layers)
         directions = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
         at = self.at or layers_path(model)
@@ -154,8 +151,8 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         if any(layer >= count for layer in chosen):
             raise ValueError(f"The vector has a direction for layer {max(chosen)}, and the model has {count} layers at `{at}`.")
         paths = [f"{at}.{layer}" for layer in chosen]
-        which = slice(None) if positions is None else positions
         limits = None if mode != "clamp" else (torch.tensor(float(low)), torch.tensor(float(high)))
+        which = slice(None) if positions is None else positions
         if steps is None and not callable(scale):
             return _edited(model, paths, directions, torch.tensor(float(scale)), mode, limits, match_norm, which)
         factor = scale if callable(scale) else lambda step: scale
@@ -218,6 +215,13 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         from huggingface_hub import hf_hub_download
 
         return cls.load(hf_hub_download(repository, file, **options), name)
+
+
+def _check_mode(mode: str, low: float, high: float) -> None:
+    if mode not in _MODES:
+        raise ValueError(f"mode={mode!r}: the modes are {', '.join(map(repr, _MODES))}.")
+    if (mode == "clamp" and low == -math.inf and high == math.inf) or low > high:
+        raise ValueError(f"low={low} and high={high}: clamp takes one limit or both, the lower one first.")
 
 
 def _edited(

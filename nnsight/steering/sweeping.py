@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -129,33 +129,37 @@ def sweep(
     if not chosen or not scales or controls < 2:
         raise ValueError("sweep() takes one layer, one factor and two controls at least.")
     unsteered = _number(metric(model))
-    generator = torch.Generator().manual_seed(seed)
     rows = []
     with tqdm(total=len(chosen) * len(scales) * (1 + controls), desc="sweep", disable=not progress) as bar:
 
-        def measured(directions: SteeringVector, layer: int, scale: float) -> float:
+        def change(directions: SteeringVector, layer: int, scale: float) -> float:
             value = _number(metric(directions.apply(model, scale, layers=layer, **options)))
             bar.update()
-            return value
+            return value - unsteered
 
-        for layer in chosen:
-            drawn = torch.randn(controls, len(vector[layer]), generator=generator)
-            drawn *= vector[layer].norm() / drawn.norm(dim=1, keepdim=True)
-            others = [SteeringVector({layer: direction}, vector.at) for direction in drawn]
+        for layer, others in _controls(vector, chosen, controls, seed):
             for scale in scales:
-                value = measured(vector, layer, scale)
-                changes = [measured(other, layer, scale) - unsteered for other in others]
-                change, random, spread = value - unsteered, statistics.mean(changes), statistics.stdev(changes)
-                rows.append(Row(layer, float(scale), value, change, random, (change - random) / max(spread, 1e-12)))
-    made = Sweep(tuple(rows), unsteered)
-    if not made.has_effect:
+                made, by_chance = change(vector, layer, scale), [change(other, layer, scale) for other in others]
+                random, spread = statistics.mean(by_chance), max(statistics.stdev(by_chance), 1e-12)
+                rows.append(Row(layer, float(scale), unsteered + made, made, random, (made - random) / spread))
+    table = Sweep(tuple(rows), unsteered)
+    if not table.has_effect:
         warnings.warn(
             f"The vector does no more than random directions of its length in any of {len(rows)} settings: try other layers, larger "
             "factors or more prompts.",
             UserWarning,
             stacklevel=2,
         )
-    return made
+    return table
+
+
+def _controls(vector: SteeringVector, layers: Sequence[int], count: int, seed: int) -> Iterator[tuple[int, list[SteeringVector]]]:
+    """Yield each layer with random directions of the length that the vector has there."""
+    generator = torch.Generator().manual_seed(seed)
+    for layer in layers:
+        drawn = torch.randn(count, len(vector[layer]), generator=generator)
+        drawn *= vector[layer].norm() / drawn.norm(dim=1, keepdim=True)
+        yield layer, [SteeringVector({layer: direction}, vector.at) for direction in drawn]
 
 
 def _number(value: float | torch.Tensor) -> float:

@@ -146,11 +146,7 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         _check_mode(mode, low, high)
         chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else list(layers)
         directions = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
-        at = self.at or layers_path(model)
-        count = count_of(model, at)
-        if any(layer >= count for layer in chosen):
-            raise ValueError(f"The vector has a direction for layer {max(chosen)}, and the model has {count} layers at `{at}`.")
-        paths = [f"{at}.{layer}" for layer in chosen]
+        paths = self._paths(model, chosen)
         limits = None if mode != "clamp" else (torch.tensor(float(low)), torch.tensor(float(high)))
         which = slice(None) if positions is None else positions
         if steps is None and not callable(scale):
@@ -164,6 +160,14 @@ class SteeringVector(Mapping[int, torch.Tensor]):
                     hidden = _changed(hidden_of(output), directions[number], mode, factor(step), limits, match_norm, which)
                     write(layer, with_hidden(output, hidden))
         return steered
+
+    def _paths(self, model: NNsight, layers: Sequence[int]) -> list[str]:
+        """Return the paths of layers of a model; raise ``ValueError`` if it has no such layers."""
+        at = self.at or layers_path(model)
+        count = count_of(model, at)
+        if any(layer >= count for layer in layers):
+            raise ValueError(f"The vector has a direction for layer {max(layers)}, and the model has {count} layers at `{at}`.")
+        return [f"{at}.{layer}" for layer in layers]
 
     # -- files -------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -99,26 +99,6 @@ def openai_routes(models: Mapping[str, Served], door: Door) -> list[Route]:
     """Return the routes; ``models`` are the models by the names that requests give them."""
     active: Counter[str] = Counter()
 
-    async def list_models(request: Request) -> Response:
-        try:
-            _account(request, door)
-        except BadRequestError as error:
-            return _refusal(error)
-        listed = [{"id": name, "object": "model", "created": served.created, "owned_by": "nnsight"} for name, served in models.items()]
-        return JSONResponse({"object": "list", "data": listed})
-
-    async def list_vectors(request: Request) -> Response:
-        try:
-            _account(request, door)
-        except BadRequestError as error:
-            return _refusal(error)
-        found = [
-            {"model": model, "name": name, "layers": served.vectors.layers(name)}
-            for model, served in models.items()
-            for name in served.vectors
-        ]
-        return JSONResponse({"vectors": found})
-
     def answering(chat: bool) -> Any:
         async def answer(request: Request) -> Response:
             try:
@@ -153,10 +133,33 @@ def openai_routes(models: Mapping[str, Served], door: Door) -> list[Route]:
         return answer
 
     return [
-        Route("/v1/models", list_models),
-        Route("/v1/nnsight/vectors", list_vectors),
+        *_listings(models, door),
         Route("/v1/completions", answering(chat=False), methods=["POST"]),
         Route("/v1/chat/completions", answering(chat=True), methods=["POST"]),
+    ]
+
+
+def _listings(models: Mapping[str, Served], door: Door) -> list[Route]:
+    """Return the routes that list models and vectors."""
+    started = [{"id": name, "object": "model", "created": served.created, "owned_by": "nnsight"} for name, served in models.items()]
+
+    def listing(content: Callable[[], Any]) -> Any:
+        async def answer(request: Request) -> Response:
+            try:
+                _account(request, door)
+            except BadRequestError as error:
+                return _refusal(error)
+            return JSONResponse(content())
+
+        return answer
+
+    def vectors() -> Any:
+        found = [(model, name, served.vectors) for model, served in models.items() for name in served.vectors]
+        return {"vectors": [{"model": model, "name": name, "layers": known.layers(name)} for model, name, known in found]}
+
+    return [
+        Route("/v1/models", listing(lambda: {"object": "list", "data": started})),
+        Route("/v1/nnsight/vectors", listing(vectors)),
     ]
 
 

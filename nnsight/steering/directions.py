@@ -71,14 +71,18 @@ def contrast(
     states = torch.cat([_hidden_states(model, prompts[start : start + batch_size], paths, position) for start in starts], dim=1)
     find, directions, effects = finders[method], {}, {}
     for layer, found in zip(chosen, states, strict=True):
-        ours, theirs = found[: len(positive)], found[len(positive) :]
+        ours, theirs = found.split([len(positive), len(negative)])
         directions[layer] = _scaled(find(ours, theirs), ours, theirs)
-        effect = _effect(find, ours, theirs)
-        if effect is not None:
-            effects[layer] = effect
+        effects[layer] = _effect(find, ours, theirs)
     about = {"method": method, "position": str(position), "prompts": f"{len(positive)} positive, {len(negative)} negative"}
-    about["model"] = str(getattr(model.config, "name_or_path", "") if hasattr(model, "config") else "") or type(model._module).__name__
-    return SteeringVector(directions, at, effects, about)
+    about["model"] = _name_of(model)
+    known = {layer: effect for layer, effect in effects.items() if effect is not None}
+    return SteeringVector(directions, at, known, about)
+
+
+def _name_of(model: NNsight) -> str:
+    """Return the name that the model was loaded by, or that of its class."""
+    return str(getattr(getattr(model._module, "config", None), "name_or_path", "")) or type(model._module).__name__
 
 
 def _hidden_states(model: NNsight, prompts: list[Any], paths: list[str], position: int | str) -> torch.Tensor:

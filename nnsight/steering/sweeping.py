@@ -102,7 +102,7 @@ def sweep(
     progress: bool = True,
     **options: Any,
 ) -> Sweep:
-    """Measure what ``vector`` does to ``model`` at each layer with each factor.
+    """Return a table of what ``vector`` does to ``model`` at each layer with each factor.
 
     Args:
         model: The model.
@@ -115,9 +115,6 @@ def sweep(
         seed: Seed of the random directions.
         progress: Whether a progress bar is shown.
         **options: Further arguments of :meth:`.SteeringVector.apply`.
-
-    Returns:
-        The table.
 
     Warns:
         UserWarning: If no setting does more than random directions of the same length: the vector then does nothing that noise does not.

@@ -76,8 +76,7 @@ def contrast(
         effects[layer] = _effect(find, ours, theirs)
     about = {"method": method, "position": str(position), "prompts": f"{len(positive)} positive, {len(negative)} negative"}
     about["model"] = _name_of(model)
-    known = {layer: effect for layer, effect in effects.items() if effect is not None}
-    return SteeringVector(directions, at, known, about)
+    return SteeringVector(directions, at, {layer: effect for layer, effect in effects.items() if effect is not None}, about)
 
 
 def _name_of(model: NNsight) -> str:

@@ -38,8 +38,15 @@ def count_of(model: NNsight, at: str) -> int:
 
 
 def hidden_of(output: Any) -> torch.Tensor:
-    """Return the hidden state, ``[batch, positions, hidden]``, in what a layer returns."""
-    hidden: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    """Return the hidden state, ``[batch, positions, hidden]``, in what a layer returns.
+
+    Raises:
+        TypeError: If that is neither a tensor nor a tuple that begins with one.
+    """
+    hidden = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(hidden, torch.Tensor):
+        kind = type(hidden).__name__
+        raise TypeError(f"The layer returns a {kind}. One that is steered returns a hidden state, or a tuple that begins with it.")
     return hidden
 
 

@@ -323,6 +323,27 @@ def test_layers_with_a_child_called_output() -> None:
     torch.testing.assert_close(steered.bake(ids)(ids).last_hidden_state, due)
 
 
+def test_layers_that_return_no_hidden_state_are_refused() -> None:
+    class Named(torch.nn.Linear):
+        def forward(self, hidden: Any) -> Any:
+            return {"hidden": super().forward(hidden["hidden"])}
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList(Named(32, 32) for _ in range(2))
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            named = {"hidden": hidden}
+            for layer in self.layers:
+                named = layer(named)
+            return named["hidden"]
+
+    steered = SteeringVector({1: torch.ones(32)}).apply(NNsight(Net()))
+    with pytest.raises(TypeError, match="The layer returns a dict"):
+        steered(torch.randn(2, 3, 32))
+
+
 def test_a_direction_without_length_cannot_be_ablated(net: Any) -> None:
     with pytest.raises(ValueError, match="length 0"):
         SteeringVector({0: torch.zeros(32)}).apply(NNsight(net), mode="ablate")

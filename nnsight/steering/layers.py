@@ -37,6 +37,12 @@ def count_of(model: NNsight, at: str) -> int:
         raise ValueError(f"The model has no list of layers at {at!r}: choose another path with `at=`.") from None
 
 
+def device_of(model: NNsight, path: str) -> torch.device:
+    """Return the device of a layer: the CPU if it has no weights yet."""
+    device = next((parameter.device for parameter in model._module.get_submodule(path).parameters()), torch.device("cpu"))
+    return torch.device("cpu") if device.type == "meta" else device
+
+
 def hidden_of(output: Any) -> torch.Tensor:
     """Return the hidden state, ``[batch, positions, hidden]``, in what a layer returns.
 

@@ -16,7 +16,7 @@ import torch
 from ..modeling.base import NNsight
 from .formats import direction_of, parse_vector
 from .gguf import MAGIC, write_control_vector
-from .layers import count_of, hidden_of, layers_path, read, with_hidden, write
+from .layers import count_of, device_of, hidden_of, layers_path, read, with_hidden, write
 
 Mode = Literal["add", "ablate", "project", "clamp"]
 _MODES = ("add", "ablate", "project", "clamp")
@@ -132,8 +132,7 @@ class SteeringVector(Mapping[int, torch.Tensor]):
             scale: Factor of the directions, for "add"; or a function that returns the factor for the number of a step of a generation.
             mode: What is done, see above.
             layers: The layers where it is done; all that the vector has by default.
-            positions: Positions in each call of the model; all by default. In a generation the first call has the prompt, and each later
-                one a token.
+            positions: Positions in each call of the model; all by default. A generation has its prompt in the first call.
             steps: Steps of a generation, counted from 0; all by default. A call outside of a generation is step 0.
             low: Least part along the direction, for "clamp".
             high: Largest part along it.
@@ -144,20 +143,21 @@ class SteeringVector(Mapping[int, torch.Tensor]):
             KeyError: If the vector has no direction for one of the layers.
         """
         _check_mode(mode, low, high)
-        chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else list(layers)
+        chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else sorted(set(layers))
         directions = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
         paths = self._paths(model, chosen)
-        limits = None if mode != "clamp" else (torch.tensor(float(low)), torch.tensor(float(high)))
+        directions = directions.to(device_of(model, paths[0]))
+        limits = torch.tensor(float(low)), torch.tensor(float(high))
         which = slice(None) if positions is None else positions
         if steps is None and not callable(scale):
             return _edited(model, paths, directions, torch.tensor(float(scale)), mode, limits, match_norm, which)
-        factor = scale if callable(scale) else lambda step: scale
         with model.edit() as (tracer, steered):
             for step in tracer.iter[slice(None) if steps is None else steps]:
                 for number, path in enumerate(paths):
                     layer = steered.get(path)
                     output = read(layer)
-                    hidden = _changed(hidden_of(output), directions[number], mode, factor(step), limits, match_norm, which)
+                    factor = scale(step) if callable(scale) else scale
+                    hidden = _changed(hidden_of(output), directions[number], mode, factor, limits, match_norm, which)
                     write(layer, with_hidden(output, hidden))
         return steered
 
@@ -234,18 +234,18 @@ def _edited(
     directions: torch.Tensor,
     scale: torch.Tensor,
     mode: str,
-    limits: tuple[torch.Tensor, torch.Tensor] | None,
+    limits: tuple[torch.Tensor, torch.Tensor],
     match_norm: bool,
     which: int | slice,
 ) -> Any:
     """Return a copy of ``model`` with the same edit at each step; the names of tensors here are those of its parameters."""
-    low, high = limits or (None, None)
+    low, high = limits
     with model.edit() as (tracer, steered):
         for _ in tracer.iter[:]:
             for number, path in enumerate(paths):
                 layer = steered.get(path)
                 output = read(layer)
-                hidden = _changed(hidden_of(output), directions[number], mode, scale, limits and (low, high), match_norm, which)
+                hidden = _changed(hidden_of(output), directions[number], mode, scale, (low, high), match_norm, which)
                 write(layer, with_hidden(output, hidden))
     return steered
 
@@ -255,7 +255,7 @@ def _changed(
     direction: torch.Tensor,
     mode: str,
     scale: float | torch.Tensor,
-    limits: tuple[torch.Tensor | None, torch.Tensor | None] | None,
+    limits: tuple[torch.Tensor, torch.Tensor],
     match_norm: bool,
     which: int | slice,
 ) -> torch.Tensor:
@@ -270,7 +270,7 @@ def _changed(
         if mode == "project":
             changed = along * direction
         else:
-            target = 0.0 if limits is None else torch.clamp(along, *limits)
+            target = torch.clamp(along, *(limit.to(along) for limit in limits)) if mode == "clamp" else 0.0
             changed = part + (target - along) * direction
     if match_norm:
         changed = changed * (part.norm(dim=-1, keepdim=True) / changed.norm(dim=-1, keepdim=True).clamp_min(1e-12))

@@ -106,7 +106,7 @@ def hooked(net: Any, vector: SteeringVector, options: dict[str, Any]) -> Iterato
 
 SETTINGS: list[dict[str, Any]] = [
     {"scale": 2.0},
-    {"scale": -1.5, "layers": [0, 2]},
+    {"scale": -1.5, "layers": [2, 0]},
     {"mode": "ablate"},
     {"mode": "project", "layers": 1},
     {"mode": "clamp", "low": -0.5, "high": 1.0},

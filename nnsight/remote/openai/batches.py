@@ -4,8 +4,9 @@ One thread generates. It takes what waits, up to a number of answers, pads the p
 transformers. Each answer has its own way of choosing tokens, and its own end. Those that come meanwhile wait for the next batch.
 
 Directions are parameters of an edit, ``[batch, layers, hidden]``: each row of a batch has its own. The edit is the same at each step, so a
-compiled model runs no Python of it, and other directions compile nothing. On a compiled model a batch has 1, 2, 4, ... rows, so
-that there are few kinds of batches; a batch in between is filled with copies of its last row.
+compiled model runs no Python of it, and other directions compile nothing. On a compiled model there are few kinds of batches: a batch has
+1, 2, 4, ... rows, and is filled up with copies of its last one; and layers that were steered before are steered by zeros where nobody
+asks for them.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class Generator:
         self._held: Answer | None = None  # the next one, which did not fit into the batch before
         self._waiting: queue.Queue[Answer | None] = queue.Queue()
         self._steered: dict[Any, Steered] = {}
+        self._layers: set[int] = set()  # those that were steered on a compiled model
+        self._rank = 0  # and how many directions were removed there
         self._thread = threading.Thread(target=self._work, name="nnsight-openai", daemon=True)
         self._thread.start()
 
@@ -155,11 +158,15 @@ class Generator:
 
     def _of(self, rows: list[Answer]) -> Any:
         """Return the model, steered as ``rows`` are."""
-        layers = tuple(sorted({layer for answer in rows for layer in answer.additions}))
-        if not layers:
+        asked = {layer for answer in rows for layer in answer.additions}
+        if not asked:
             return self._model
         found = [addition for answer in rows for addition in answer.additions.values()]
         rank = max(0 if addition.remove is None else len(addition.remove) for addition in found)
+        if self._model._compile_by_default:
+            asked = self._layers = self._layers | asked
+            rank = self._rank = max(self._rank, rank)
+        layers = tuple(sorted(asked))
         hidden = next(len(part) if part.dim() == 1 else part.shape[1] for addition in found for part in addition if part is not None)
         key = layers, len(rows), rank
         steered = self._steered.get(key)

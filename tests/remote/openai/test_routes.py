@@ -50,7 +50,7 @@ def address(model: Any, vectors: Vectors, tmp_path_factory: pytest.TempPathFacto
 
 
 def post(address: str, path: str = "completions", **body: Any) -> requests.Response:
-    return requests.post(f"{address}/v1/{path}", json={"model": "demo", "temperature": 0, **body}, timeout=60)
+    return requests.post(f"{address}/v1/{path}", json={"model": "demo", "temperature": 0, **body}, timeout=500)
 
 
 def alone(model: Any, prompt: str | list[int], steer: Callable[[int, torch.Tensor], torch.Tensor] | None = None, tokens: int = 6) -> str:

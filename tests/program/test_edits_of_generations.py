@@ -72,6 +72,7 @@ def test_an_edit_that_is_the_same_at_each_step_runs_no_python_of_it(net: Any, ca
     torch.testing.assert_close(scores(edited, ids, compile=False), due)
 
 
+@pytest.mark.slow
 def test_an_edit_that_tells_steps_apart_does(net: Any) -> None:
     ids, direction = torch.randint(1, 97, (2, 6)), 5 * torch.randn(32)
     with LanguageModel(net).edit() as (tracer, edited):

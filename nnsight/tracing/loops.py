@@ -21,6 +21,10 @@ _UNCLEAR = (
 _OF_RUNS = frozenset({"all", "barrier", "generator", "invoke", "iter", "next", "result", "stop"})
 
 
+#: Attributes that a body may assign: the values of a location. State that it keeps in others may tell steps apart.
+_VALUES = frozenset({"input", "inputs", "output"})
+
+
 class StepLoop(NamedTuple):
     """A loop over steps: the expression of the steps, the names that its number is bound to, and its body."""
 
@@ -49,11 +53,13 @@ def is_same_at_each_step(loop: StepLoop) -> bool:
     found = [node for statement in loop.body for node in ast.walk(statement)]
     if any(isinstance(node, _UNCLEAR) or (isinstance(node, ast.Attribute) and node.attr in _OF_RUNS) for node in found):
         return False
+    if any(isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in _VALUES for node in found):
+        return False
     names = {node.id for node in found if isinstance(node, ast.Name)}
     tracer = {node.id for node in ast.walk(loop.steps) if isinstance(node, ast.Name)}
     stored = set().union(*map(_stores, loop.body))
     are_all = isinstance(loop.steps, ast.Call) or ast.unparse(loop.steps).endswith((".iter[:]", ".iter[0:]"))
-    return are_all and names.isdisjoint(tracer | loop.number) and _is_fresh(loop.body, stored, set())
+    return are_all and names.isdisjoint(tracer | loop.number | {"next"}) and _is_fresh(loop.body, stored, set())
 
 
 def _is_fresh(statements: Iterable[ast.stmt], stored: set[str], bound: set[str]) -> bool:

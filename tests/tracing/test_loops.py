@@ -19,6 +19,7 @@ def judged(text: str) -> bool | None:
     "body",
     [
         "m.h[1].output[:, -1] += v",
+        "m.h[1].output = m.h[0].output + v",
         "h = m.h[1].output\n    h[:] = h * 2",
         "for layer in m.h: layer.output = layer.output + v",
         "h = m.h[1].output\n    if h.shape[0] > 1: h[:] = 0",
@@ -49,6 +50,8 @@ def test_a_body_without_the_step_is_the_same_at_each(loop: str, body: str) -> No
         "for _ in tracer.iter[:]:\n    try: m.h[0].output[:] = 0\n    finally: pass",
         "for _ in tracer.iter[:]:\n    if m.h[0].output.sum() > 0: break",
         "for _ in tracer.iter[:]:\n    m.generator.output",
+        "for _ in tracer.iter[:]:\n    state.count += 1\n    m.h[0].output[:] = state.count",
+        "for _ in tracer.iter[:]:\n    m.h[0].output[:] = next(values)",
     ],
 )
 def test_a_body_that_may_tell_steps_apart_is_not(block: str) -> None:

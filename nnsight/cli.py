@@ -147,10 +147,7 @@ def _openai(parsed: argparse.Namespace, models: dict[str, Any], door: Any) -> li
     for name, model in models.items():
         vectors = Vectors()
         for given in parsed.vectors:
-            vector, _, path = given.partition("=")
-            if not path:
-                raise ValueError(f"--vectors {given}: say what the file is called, as in `--vectors happy={given}`.")
-            vectors.load(path, vector)
+            vectors.load_named(given)
         served[name] = Served(model, vectors, parsed.together)
     return openai_routes(served, door)
 

@@ -36,6 +36,13 @@ class Vectors(Mapping[str, Directions]):
         """
         return self.add_parsed(Path(path).stem if name is None else name, Path(path).read_bytes(), str(path))
 
+    def load_named(self, given: str) -> str:
+        """Register the vector that an option of a command names, ``NAME=FILE``, and return its name; raise as :meth:`load`."""
+        name, _, path = given.partition("=")
+        if not path:
+            raise ValueError(f"--vectors {given}: say what the file is called, as in `--vectors happy={given}`.")
+        return self.load(path, name)
+
     def add(self, name: str, value: torch.Tensor | Mapping[int, torch.Tensor]) -> str:
         """Register a direction for any layer, ``[hidden]``, or one for each of some layers, by their numbers; return its name.
 

@@ -72,10 +72,7 @@ def _prepare(args: Any) -> Vectors:
             raise ValueError(_NOT_TOGETHER.format(f"--{name.replace('_', '-')}"))
     vectors = Vectors()
     for given in args.vectors:
-        name, equals, path = given.partition("=")
-        if not equals:
-            raise ValueError(f"--vectors {given}: say what the file is called, as in `--vectors happy={given}`.")
-        vectors.load(path, name)
+        vectors.load_named(given)
     args.worker_cls = WORKER
     layout = Layout(edits=tuple(args.edits), slots=args.slots, rank=args.rank)
     args.additional_config = {**(args.additional_config or {}), "nnsight": layout.description}

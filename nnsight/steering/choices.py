@@ -26,6 +26,14 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _MOST_LAYERS = 10_000
 
 
+def orthonormal(directions: torch.Tensor) -> torch.Tensor:
+    """Return an orthonormal basis of ``[directions, hidden]``, float32; raise ``ValueError`` if they depend on each other."""
+    basis, triangle = torch.linalg.qr(directions.double().T)
+    if (triangle.diagonal().abs() <= 1e-10 * triangle.abs().max()).any():
+        raise ValueError("The directions to remove depend on each other, or one is zero: leave them out.")
+    return basis.T.float().contiguous()
+
+
 class Addition(NamedTuple):
     """What is done to a hidden state: ``remove``, ``[directions, hidden]``, is projected out, then ``add``, ``[hidden]``, is added.
 

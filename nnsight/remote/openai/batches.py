@@ -4,9 +4,9 @@ One thread generates. It takes what waits, up to a number of answers, pads the p
 transformers. Each answer has its own way of choosing tokens, and its own end. Those that come meanwhile wait for the next batch.
 
 Directions are parameters of an edit, ``[batch, layers, hidden]``: each row of a batch has its own. The edit is the same at each step, so a
-compiled model runs no Python of it, and other directions compile nothing. On a compiled model there are few kinds of batches: a batch has
-1, 2, 4, ... rows, and is filled up with copies of its last one; and layers that were steered before are steered by zeros where nobody
-asks for them.
+compiled model runs no Python of it, and other directions compile nothing. Layers that were steered before are steered by zeros where nobody
+asks for them, and a batch of a compiled model has 1, 2, 4, ... rows, filled up with copies of the last one: so there are few kinds of
+batches, whatever is asked for.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ class Steered:
                 if addition.add is not None:
                     self.add[row, place] = addition.add.to(self.add)
                 if addition.remove is not None:
-                    basis = torch.linalg.qr(addition.remove.double().T).Q.T
-                    self.remove[row, place, : len(basis)] = basis.to(self.remove)
+                    self.remove[row, place, : len(addition.remove)] = addition.remove.to(self.remove)
 
 
 class Generator:
@@ -76,10 +75,10 @@ class Generator:
     def __init__(self, model: LanguageModel, at: str, most: int, longest: int) -> None:
         self._model, self._at, self._most, self._longest = model, at, most, longest
         self._held: Answer | None = None  # the next one, which did not fit into the batch before
-        self._waiting: queue.Queue[Answer | None] = queue.Queue()
-        self._steered: dict[Any, Steered] = {}
-        self._layers: set[int] = set()  # those that were steered on a compiled model
-        self._rank = 0  # and how many directions were removed there
+        self._waiting: queue.Queue[Answer] = queue.Queue()
+        self._steered: dict[int, Steered] = {}  # by the number of rows
+        self._layers: set[int] = set()  # those that were steered so far
+        self._rank = 0  # and how many directions were removed at most
         self._thread = threading.Thread(target=self._work, name="nnsight-openai", daemon=True)
         self._thread.start()
 
@@ -87,26 +86,14 @@ class Generator:
         """Let an answer be generated."""
         self._waiting.put(answer)
 
-    @property
-    def waiting(self) -> int:
-        """About how many answers wait."""
-        return self._waiting.qsize()
-
-    def close(self) -> None:
-        """End the thread behind what waits."""
-        self._waiting.put(None)
-
     def _work(self) -> None:
-        while (first := self._held or self._waiting.get()) is not None:
-            answers, self._held = [first], None
+        while True:
+            answers, self._held = [self._held or self._waiting.get()], None
             time.sleep(_GATHERING)
             while len(answers) < self._most and self._held is None:
                 try:
                     found = self._waiting.get_nowait()
                 except queue.Empty:
-                    break
-                if found is None:
-                    self._waiting.put(None)
                     break
                 if self._fit([*answers, found]):
                     answers.append(found)
@@ -163,15 +150,14 @@ class Generator:
             return self._model
         found = [addition for answer in rows for addition in answer.additions.values()]
         rank = max(0 if addition.remove is None else len(addition.remove) for addition in found)
-        if self._model._compile_by_default:
-            asked = self._layers = self._layers | asked
-            rank = self._rank = max(self._rank, rank)
-        layers = tuple(sorted(asked))
-        hidden = next(len(part) if part.dim() == 1 else part.shape[1] for addition in found for part in addition if part is not None)
-        key = layers, len(rows), rank
-        steered = self._steered.get(key)
+        if not asked <= self._layers or rank > self._rank:
+            self._layers, self._rank = self._layers | asked, max(self._rank, rank)
+            self._steered.clear()
+        steered = self._steered.get(len(rows))
         if steered is None:
-            steered = self._steered[key] = Steered(self._model, self._at, layers, len(rows), rank, hidden)
+            hidden = next(part.shape[-1] for addition in found for part in addition if part is not None)
+            steered = Steered(self._model, self._at, sorted(self._layers), len(rows), self._rank, hidden)
+            self._steered[len(rows)] = steered
         steered.set(rows)
         return steered.model
 

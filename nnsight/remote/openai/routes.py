@@ -10,7 +10,6 @@ import asyncio
 import json
 import secrets
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
@@ -18,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ...steering.choices import Addition
+from ...steering.choices import Addition, orthonormal
 from ...steering.layers import count_of, layers_path
 from ...steering.registry import Vectors
 from ..protocol import KEY_HEADER
@@ -47,11 +46,14 @@ class Served:
         self.created = int(time.time())
 
     def additions(self, wanted: Wanted) -> dict[int, Addition]:
-        """Return how a request is steered; raise a :class:`BadRequestError` if it cannot be."""
+        """Return how a request is steered, with bases for what is removed; raise a :class:`BadRequestError` if it cannot be."""
         if wanted.choice is None:
             return {}
         try:
-            return wanted.choice.at_layers(self.vectors, self.layers, self.hidden, None)
+            chosen = wanted.choice.at_layers(self.vectors, self.layers, self.hidden, None)
+            return {
+                layer: Addition(found.add, None if found.remove is None else orthonormal(found.remove)) for layer, found in chosen.items()
+            }
         except ValueError as error:
             raise BadRequestError(str(error), "vllm_xargs") from error
 
@@ -82,9 +84,14 @@ class _Run:
             if failed is not None:
                 raise failed
             yield
-            if all(answer.is_over for answer in self.answers):
+            if self.is_over:
                 return
             await self._changed.wait()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all answers have ended."""
+        return all(answer.is_over for answer in self.answers)
 
     def cancel(self) -> None:
         for answer in self.answers:
@@ -97,7 +104,7 @@ class _Run:
 
 def openai_routes(models: Mapping[str, Served], door: Door) -> list[Route]:
     """Return the routes; ``models`` are the models by the names that requests give them."""
-    active: Counter[str] = Counter()
+    running: list[tuple[str, _Run]] = []  # requests with the names of their accounts; those that are over are dropped at the next one
 
     def answering(chat: bool) -> Any:
         async def answer(request: Request) -> Response:
@@ -109,15 +116,16 @@ def openai_routes(models: Mapping[str, Served], door: Door) -> list[Route]:
                 if served is None:
                     raise BadRequestError(f"The model {name!r} is not served here: there is {', '.join(models)}.", "model", 404)
                 wanted = await asyncio.to_thread(parse, body, chat, served.model.tokenizer, served.longest)  # long texts take a while
-                if active[account.name] >= account.queue:
+                running[:] = [(name, run) for name, run in running if not run.is_over]
+                if sum(name == account.name for name, _ in running) >= account.queue:
                     raise BadRequestError(f"{account.queue} requests of this key run already. Wait for some of them to end.", None, 429)
                 run = _Run(served, wanted)
             except BadRequestError as error:
                 return _refusal(error)
-            active[account.name] += 1
+            running.append((account.name, run))
             head = _head(chat, wanted)
             if wanted.stream:
-                return StreamingResponse(_events(run, chat, head, active, account), media_type="text/event-stream")
+                return StreamingResponse(_events(run, chat, head), media_type="text/event-stream")
             try:
                 async for _ in run.grown():
                     if await request.is_disconnected():
@@ -128,7 +136,6 @@ def openai_routes(models: Mapping[str, Served], door: Door) -> list[Route]:
                 return _refusal(BadRequestError("The server failed at this request. Its operator finds the cause in the log.", None, 500))
             finally:
                 run.cancel()
-                active[account.name] -= 1
 
         return answer
 
@@ -205,7 +212,7 @@ def _choice(chat: bool, index: int, answer: Answer) -> dict[str, Any]:
     return {"index": index, **content, "logprobs": None, "finish_reason": answer.reason}
 
 
-async def _events(run: _Run, chat: bool, head: dict[str, Any], active: Counter[str], account: Account) -> AsyncIterator[str]:
+async def _events(run: _Run, chat: bool, head: dict[str, Any]) -> AsyncIterator[str]:
     """Yield the events of a stream: what each answer has grown by, its end, and the numbers of tokens if they are wanted."""
 
     def event(choices: list[dict[str, Any]], **more: Any) -> str:
@@ -233,4 +240,3 @@ async def _events(run: _Run, chat: bool, head: dict[str, Any], active: Counter[s
         yield f"data: {json.dumps({'error': failure})}\n\n"
     finally:
         run.cancel()
-        active[account.name] -= 1

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ...steering.choices import Choice
+from ...steering.choices import Choice, orthonormal
 from ...steering.registry import Vectors
 from .graph_functions import EditFunction, finite, fitted
 
@@ -95,10 +95,10 @@ def _orthonormal(remove: Any, hidden: int) -> torch.Tensor:
     given = torch.atleast_2d(finite("steer(remove=...)", remove))
     if given.dim() != 2 or given.shape[1] != hidden or not given.shape[0] <= hidden:
         raise ValueError(f"steer(remove=...) has shape {tuple(given.shape)}; it is [{hidden}] or [directions, {hidden}].")
-    basis, triangle = torch.linalg.qr(given.double().T)
-    if (triangle.diagonal().abs() <= 1e-10 * triangle.abs().max()).any():
-        raise ValueError("steer(remove=...) has directions that depend on each other, or a zero: leave them out.")
-    return basis.T.float().contiguous()
+    try:
+        return orthonormal(given)
+    except ValueError as error:
+        raise ValueError("steer(remove=...) has directions that depend on each other, or a zero: leave them out.") from error
 
 
 def steering_of(choice: Choice, vectors: Vectors, places: Mapping[int, str], hidden: int, rank: int | None) -> dict[str, Steering]:

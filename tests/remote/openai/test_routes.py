@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -275,3 +276,27 @@ def test_a_batch_that_fails_fails_its_requests_alone(model: Any, vectors: Vector
         assert "server_error" in streamed and "[DONE]" not in streamed
         monkeypatch.setattr(served.model, "generate", generate)
         assert post(address, prompt=PROMPTS[0], max_tokens=6).json()["choices"][0]["text"] == alone(model, PROMPTS[0])
+
+
+def test_directions_that_depend_on_each_other_cannot_both_be_removed(model: Any, tmp_path: Path) -> None:
+    vectors, door = Vectors(), OpenDoor()
+    for name, factor in (("one", 1.0), ("twice", 2.0)):
+        vectors.add(name, {2: factor * torch.ones(128)})
+    with in_background({}, tmp_path, door, more=openai_routes({"demo": Served(demo_model(dispatch=True), vectors)}, door)) as address:
+        answer = post(address, prompt="x", vllm_xargs={"nnsight_remove": "one,twice"})
+    assert answer.status_code == 400
+    assert "depend on each other" in answer.json()["error"]["message"]
+
+
+def test_a_stream_that_nobody_reads_holds_no_place(model: Any, vectors: Vectors, tmp_path: Path) -> None:
+    door = OpenDoor(Account("anonymous", queue=1))
+    with in_background({}, tmp_path, door, more=openai_routes({"demo": Served(demo_model(dispatch=True), vectors)}, door)) as address:
+        for _ in range(3):
+            body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 4, "stream": True}
+            requests.post(f"{address}/v1/completions", json=body, stream=True, timeout=60).close()
+            for _ in range(100):
+                answer = post(address, prompt=PROMPTS[0], max_tokens=1)
+                if answer.status_code == 200:
+                    break
+                time.sleep(0.05)  # the answer that nobody reads is being made
+            assert answer.status_code == 200

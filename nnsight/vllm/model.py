@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.util
 import os
 import sys
@@ -22,6 +21,7 @@ from ..steering.choices import Choice
 from ..steering.registry import Vectors
 from .asynchronous import AsyncBackend, Turns
 from .engine import VLLMEngine
+from .engine_values import engine_value
 from .request_tracing import RequestTracer
 from .steering.tables import steering_of
 from .worker.engine_taps import Layout, tapped_modules
@@ -277,16 +277,11 @@ class VLLM(MetaMixin):
 
     # -- locations beside the modules --------------------------------------------------------------------------
 
-    @functools.cached_property
-    def logits(self) -> Envoy:
-        """``.output``: the logits from which the next token is sampled, ``[1, vocabulary]``. To be read and replaced."""
-        return Envoy(torch.nn.Module(), path="model.logits", tree=self._tree)
-
-    @functools.cached_property
-    def samples(self) -> Envoy:
-        """``.output``: the id of the token that was sampled, ``[1, 1]``: int32 with vLLM's model runner V1, int64 with V2. To be read and
-        replaced."""
-        return Envoy(torch.nn.Module(), path="model.samples", tree=self._tree)
+    logits = engine_value("logits", "The logits from which the next token is sampled, ``[1, vocabulary]``. To be read and replaced.")
+    samples = engine_value(
+        "samples",
+        "The id of the token that was sampled, ``[1, 1]``: int32 with vLLM's model runner V1, int64 with V2. To be read and replaced.",
+    )
 
     _engine: VLLMEngine | None
     _layout: Layout | None

@@ -302,15 +302,44 @@ def test_parts_are_not_taken_for_the_whole(model: VLLM) -> None:
     assert tokens(results[0]) == plain(model, [PROMPTS[1]])[0]
 
 
-@everywhere
-def test_a_block_cannot_call_what_all_devices_compute_together(model: VLLM) -> None:
-    with pytest.raises(NotImplementedError, match="weights are spread over 2 devices"), model.trace(PROMPTS[0], **GREEDY):
-        hidden = model.model.layers[1].mlp.output
-        model.model.layers[1].mlp(hidden)
+def test_blocks_call_modules_on_all_devices(model: VLLM, reference: LanguageModel) -> None:
+    """A head whose rows are spread, an MLP, and layers that take or make a part of the channels."""
+    layer = model.model.layers[1]
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        hidden = layer.residual
+        lens = model.lm_head(model.model.norm(hidden)).save()
+        mlp = layer.mlp(hidden).save()
+        gate_up = layer.mlp.gate_up_proj(hidden)[0].save()
+        down = layer.mlp.down_proj(gate_up[:, gate_up.shape[1] // 2 :])[0].save()
+        later = []
+        later.append(model.lm_head(hidden[-1:] + 0 * model.logits.sum()))  # where only the first device stops
+        later.save()
+        result = tracer.result.save()
+    inner = reference.model.layers[1].mlp
+    with reference.trace(torch.tensor([result.prompt_token_ids])):
+        hidden = reference.model.layers[1].output[0]
+        expected = reference.lm_head(reference.model.norm(hidden)).save()
+        expected_later = reference.lm_head(hidden[-1:]).save()
+        expected_mlp, up = inner(hidden).save(), inner.up_proj(hidden)
+        expected_gate_up = torch.cat([inner.gate_proj(hidden), up], -1).save()
+        expected_down = inner.down_proj(up).save()
+    close(lens, expected)
+    close(mlp, expected_mlp)
+    close(gate_up, expected_gate_up)
+    close(down, expected_down)
+    close(later[0], expected_later)
     assert tokens(model(PROMPTS[0], **GREEDY)) == plain(model, [PROMPTS[0]])[0]
 
 
 @everywhere
+def test_errors_of_calls_leave_the_engine_usable(model: VLLM) -> None:
+    with pytest.raises(NotImplementedError, match="weights are spread over 2 devices here"), model.trace(PROMPTS[0], **GREEDY):
+        model.lm_head(torch.zeros(1, HIDDEN))
+    with pytest.raises(RuntimeError, match="invalid for input of size"), model.trace(PROMPTS[0], **GREEDY):
+        model.lm_head(model.model.layers[1].residual[:, :-1])
+    assert tokens(model(PROMPTS[0], **GREEDY)) == plain(model, [PROMPTS[0]])[0]
+
+
 def test_no_other_engine_beside_it(model: VLLM, folder: Path) -> None:
     for size in (1, 2):
         with pytest.raises(ValueError, match="has the process for itself"):

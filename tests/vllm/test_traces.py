@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nnsight import LanguageModel, fx
+from nnsight import LanguageModel, fx, save
 from nnsight.runtime.errors import OutOfOrderError, ReplacementShapeError
 from nnsight.tracing import ExecutionBackend
 from nnsight.vllm import VLLM
@@ -237,6 +237,51 @@ def test_logits_and_samples_can_be_written(model: VLLM, reference: LanguageModel
     assert tokens(result)[:4] == [77, 77, 78, 78]
     ids = [*result.prompt_token_ids, 77, 77, 78, 78]
     assert tokens(result)[4:5] == generated(reference, ids, count=1)
+
+
+@everywhere
+def test_logits_and_samples_are_values(model: VLLM) -> None:
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        rows, doubled, likely = [].save(), [].save(), [].save()
+        for _ in tracer.iter[:2]:
+            rows.append(model.logits[-1:, :].clone())
+            doubled.append(2 * model.logits + model.logits)
+            likely.append(torch.softmax(model.logits, dim=-1).sum().item() > 0.99 and model.logits.shape[0] == len(model.logits) == 1)
+        for _ in tracer.iter[2:3]:
+            model.logits[:, 77] = 1e9
+            model.logits += 1.0
+            edited = model.logits.save()
+            drawn = save(model.samples.item())
+            model.samples = model.samples + 1
+        result = tracer.result.save()
+    assert likely == [True, True] and torch.equal(doubled[0], 3 * rows[0]) and not torch.equal(rows[0], rows[1])
+    assert edited[0, 77] == 1e9 + 1 and drawn == 77 and tokens(result)[2] == 78
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        model.logits = torch.nn.functional.one_hot(torch.tensor([5]), model.logits.shape[1]).float()
+        model.samples = model.samples
+        result = tracer.result.save()
+    assert tokens(result)[0] == 5
+    with pytest.raises(ValueError, match=r"model\.logits\.output"):
+        model.logits + 1
+
+
+@readable
+def test_a_logit_lens_is_that_of_transformers(model: VLLM, reference: LanguageModel) -> None:
+    """Modules are called on values of the block, the head too, which vLLM has in its sampler only."""
+
+    def lens(model: Any, hidden: torch.Tensor) -> torch.Tensor:
+        return model.lm_head(model.model.norm(hidden))
+
+    with model.trace(PROMPTS[0], **GREEDY) as tracer:
+        again = model.model.layers[3].mlp(model.model.layers[0].residual).save()
+        seen = [lens(model, layer.residual) for layer in model.model.layers[1:]].save()
+        result = tracer.result.save()
+    with reference.trace(torch.tensor([result.prompt_token_ids])):
+        expected_again = reference.model.layers[3].mlp(reference.model.layers[0].output)[0].save()
+        expected = [lens(reference, layer.output)[0] for layer in reference.model.layers[1:]].save()
+    for got, wanted in zip(seen, expected, strict=True):
+        close(got, wanted)
+    close(again, expected_again)
 
 
 def test_edits_that_stay_run_in_every_request(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:

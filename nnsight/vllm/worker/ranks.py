@@ -9,6 +9,7 @@ them only, the *leader*, which is the user's process; so user code runs once, wh
   locations that come next.
 * Captured values of a prompt whose other tokens come in later steps are put together at every location, because nobody knows yet which
   of them its block will ask for.
+* A block that calls a module whose weights are spread asks the others to make the same call, with what the block gives it.
 * Sampled tokens are always those of the leader: user code may draw random numbers that followers do not draw.
 
 Followers decide nothing, so no rank can take another decision. Messages go through a connection, tensors through the devices' own group.
@@ -20,13 +21,15 @@ from __future__ import annotations
 import functools
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
 
+from .calls import SPREAD, apply
 from .request_rows import ordinary
 from .requests import LOGITS, SAMPLES
 from .spread import Spread, Spreads
@@ -50,6 +53,22 @@ def send(message: Any, connections: Iterable[Any]) -> None:
     data = pickle.dumps(message)
     for connection in connections:
         connection.send_bytes(data)
+
+
+class ModuleCall(NamedTuple):
+    """A call of the module at ``path`` by a block; in the place of each tensor there is a :class:`Form`, and the tensors follow."""
+
+    path: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """The size and dtype of a tensor that is sent by itself."""
+
+    size: torch.Size
+    dtype: torch.dtype
 
 
 class Abandoned(Exception):
@@ -109,23 +128,39 @@ class Group:
         torch.distributed.scatter(_bytes(mine), given, src=self._group.ranks[0], group=self._group.device_group)
         return mine
 
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Give all ranks what rank 0 has in ``tensor``; return it."""
+        data = _bytes(tensor)
+        torch.distributed.broadcast(data, src=self._group.ranks[0], group=self._group.device_group)
+        return data.view(tensor.dtype).view(tensor.shape)
+
     @contextmanager
     def closed(self) -> Iterator[None]:
         """Refuse collective operations of modules inside of this: the other ranks would not take part."""
 
         def refused(*_: Any, **__: Any) -> Any:
-            raise NotImplementedError(
-                f"A block cannot call a module whose weights are spread over {self.devices} devices: the block runs in one process, and "
-                "the others would not answer. Compute it from values that the model has, or make the model with `tensor_parallel_size=1`."
-            )
+            raise NotImplementedError(SPREAD.format(devices=self.devices))
 
         for name in self._COLLECTIVES:
             setattr(self._group, name, refused)
         try:
             yield
         finally:
-            for name in self._COLLECTIVES:
-                delattr(self._group, name)
+            self._open()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Allow them inside of this, where the other ranks take part."""
+        held = {name: vars(self._group)[name] for name in self._COLLECTIVES if name in vars(self._group)}
+        self._open()
+        try:
+            yield
+        finally:
+            vars(self._group).update(held)
+
+    def _open(self) -> None:
+        for name in self._COLLECTIVES:
+            vars(self._group).pop(name, None)
 
 
 class Leader(Alone):
@@ -149,6 +184,30 @@ class Leader(Alone):
         self.tell(ids.tolist())
         return ids
 
+    def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a module makes of values of a block; followers hear of the call and make it too."""
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
+        forms = pytree.tree_map_only(torch.Tensor, lambda tensor: Form(tensor.shape, tensor.dtype), (args, kwargs))
+        self.tell(ModuleCall(path, *forms))
+        with self.group.opened():
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, torch.Tensor):
+                    self.group.broadcast(leaf)
+            return _made_together(self, path, args, kwargs)
+
+    @contextmanager
+    def serving(self, parts: Iterable[Part]) -> Iterator[None]:
+        """Let the blocks of ``parts`` call modules inside of this, by :meth:`call` only if weights are spread."""
+        runs = [part.run for part in parts]
+        for run in runs:
+            run.call_together = self.call
+        try:
+            with self.group.closed():
+                yield
+        finally:
+            for run in runs:
+                run.call_together = None
+
 
 class _LeaderStep(EngineStep):
     """A step in which each value is gathered, and its changes are scattered."""
@@ -169,7 +228,8 @@ class _LeaderStep(EngineStep):
         leader = self._leader
         try:
             if location in _OWN:
-                return super().meet(location, value)
+                with leader.serving(self.parts):
+                    return super().meet(location, value)
             wanting = [part.run for part in self.parts if part.run.wants(location)]
             leader.tell(WORK if wanting else PASS)
             if not wanting:
@@ -190,7 +250,7 @@ class _LeaderStep(EngineStep):
         with ordinary():
             spreads, alike, whole = _gathered(leader, location, leaves)
             made = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in whole]
-            with group.closed():
+            with leader.serving(self.parts):
                 for run in wanting:
                     if not alike or any(earlier is None for earlier in run.kept.get(location, ())):
                         run.fail(ValueError(_PARTS.format(location=location, devices=group.devices)))
@@ -219,8 +279,20 @@ class Follower(Alone):
         self.group, self.spreads, self.tree = group, spreads, tree
 
     def hear(self) -> Any:
-        """Return the leader's next message; raise :class:`Abandoned` if it has left the step."""
-        message = self._connection.recv()
+        """Return the leader's next message, after the calls of modules that it asks for.
+
+        Raises:
+            Abandoned: If the leader has left the step.
+        """
+        while isinstance(message := self._connection.recv(), ModuleCall):
+            with ordinary(), suppress(Exception):  # the leader has the error, too
+                device = next(self.spreads.module(message.path).parameters()).device
+
+                def received(form: Form, device: torch.device = device) -> torch.Tensor:
+                    return self.group.broadcast(torch.empty(form.size, dtype=form.dtype, device=device))
+
+                args, kwargs = pytree.tree_map_only(Form, received, (message.args, message.kwargs))
+                _made_together(self, message.path, args, kwargs)
         if isinstance(message, str) and message == ABANDON:
             raise Abandoned
         return message
@@ -278,6 +350,20 @@ def _gathered(rank: Leader | Follower, location: str, leaves: Sequence[Any]) -> 
         elif isinstance(leaf, torch.Tensor) and rank.group.rank == 0:
             whole[index] = leaf.clone()  # changes show in the version of a new tensor
     return spreads, alike, whole
+
+
+def _made_together(rank: Leader | Follower, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what the module at ``path`` makes of whole values, which all ranks have; at the leader the whole of it."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    group = rank.group
+    given = rank.spreads.parts_of(f"{path}.input", leaves, group.rank, group.devices)
+    args, kwargs = pytree.tree_unflatten(given, structure)
+    made, structure = pytree.tree_flatten(apply(rank.spreads.module(path), args, kwargs))
+    for index, spread in enumerate(rank.spreads.of(f"{path}.output", made)):
+        if spread is not None:
+            parts = group.gather(made[index])
+            made[index] = spread.join(parts) if parts else made[index]
+    return pytree.tree_unflatten(made, structure)
 
 
 def _with_changes(value: Any, leaves: list[Any], structure: Any, new: dict[tuple[int, bool], torch.Tensor]) -> Any:

@@ -10,7 +10,7 @@ the trace raises the error when the other requests have finished.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,6 +78,7 @@ class RequestRun(Interleaver):
         self.steering: dict[str, Steering] = {}  # edits of the hidden state at every token, by location
         self.steered_here = self.steering if limits.steered is None else {}  # those for which the engine stops
         self.skips = _NoSkips()
+        self.call_together: Callable[..., Any] | None = None  # calls a module on all devices, where they listen
         self.check_replacement = RequestReplacements(limits.captured)
         if limits.locations is not None:
             stops = {*limits.locations, *limits.captured, LOGITS, SAMPLES, "result"}

@@ -16,9 +16,11 @@ from typing import Any
 import torch
 
 from ...envoy.envoy import Envoy
+from ...runtime.interleaver import active_interleaver
 from ...runtime.iteration import running_mediator
 from ...runtime.modules.eproperty import eproperty
 from ..steering.tables import Steering
+from .calls import called
 from .requests import RequestRun
 
 _LAYERS = re.compile(r"(^|\.)(layers|h|blocks)$")
@@ -45,7 +47,21 @@ class _Residual(eproperty):
         mediator.swap(location, _like(mediator.request(location), value))
 
 
-class LayerEnvoy(Envoy):
+class ModuleEnvoy(Envoy):
+    """A module of the model."""
+
+    def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
+        """Call the module on values of the block, see :mod:`~nnsight.vllm.worker.calls`; with ``hook`` as in every trace."""
+        run = active_interleaver()
+        if hook or not isinstance(run, RequestRun) or run.current is None:
+            return super().__call__(*args, hook=hook, **kwargs)
+        return called(run, self._path, self._module, args, kwargs)
+
+    def _class_for(self, module: torch.nn.Module, path: str) -> type[Envoy]:
+        return LayerEnvoy if _LAYERS.search(self._path) else ModuleEnvoy
+
+
+class LayerEnvoy(ModuleEnvoy):
     """A layer of the model."""
 
     @_Residual(key="output", description="hidden state after the layer")
@@ -100,13 +116,6 @@ class LayerEnvoy(Envoy):
             raise ValueError(f"steer({value!r}): `{self._path}` has no number, and directions are kept by the numbers of layers.")
         direction: torch.Tensor = root.vectors.direction(value, number, hidden)
         return direction
-
-
-class ModuleEnvoy(Envoy):
-    """Any other module of the model."""
-
-    def _class_for(self, module: torch.nn.Module, path: str) -> type[Envoy]:
-        return LayerEnvoy if _LAYERS.search(self._path) else super()._class_for(module, path)
 
 
 def running_request() -> RequestRun:

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from .calls import kind_of
+
 _ACTIVATIONS = ("vllm.model_executor.layers.activation", "torch.nn.modules.activation")
 
 
@@ -32,6 +34,10 @@ class Spread:
     def width(self) -> int:
         """Channels of one device."""
         return sum(width for width, _ in self.segments)
+
+    def whole_width(self, devices: int) -> int:
+        """Return the number of channels of all ``devices``."""
+        return sum(width * devices // copies for width, copies in self.segments)
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the whole of the ``parts`` of all devices, in their order."""
@@ -57,6 +63,20 @@ class Spreads:
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = {f"model.{name}" if name else "model": module for name, module in model.named_modules()}
 
+    def module(self, path: str) -> torch.nn.Module:
+        """Return the module at ``path``."""
+        return self._modules[path]
+
+    def parts_of(self, location: str, leaves: Sequence[Any], rank: int, devices: int) -> list[Any]:
+        """Return ``leaves``, whole values at ``location``, with the part of device ``rank`` in the place of each that is spread there."""
+        path, _, side = location.rpartition(".")
+        tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
+        found = list(leaves)
+        for index, spread in zip(tensors, self._rules(self.module(path), path, side, len(tensors)), strict=False):
+            if spread is not None and leaves[index].shape[-1] == spread.whole_width(devices):
+                found[index] = spread.part(leaves[index], rank, devices)
+        return found
+
     def of(self, location: str, leaves: Sequence[Any]) -> list[Spread | None]:
         """Return how each of ``leaves``, the parts of a value at ``location``, is spread.
 
@@ -72,7 +92,7 @@ class Spreads:
             # A rule does not apply to values of another width.
             if spread is not None and leaves[index].shape[-1] == spread.width:
                 found[index] = spread
-        if not any(found) and _kind(module).__module__ in _ACTIVATIONS and (region := self._region(path)) is not None:
+        if not any(found) and kind_of(module).__module__ in _ACTIVATIONS and (region := self._region(path)) is not None:
             width = region.input_size_per_partition
             choices = {width: Spread(((width, 1),)), 2 * width: Spread(((width, 1), (width, 1)))}
             for index in tensors:
@@ -85,7 +105,7 @@ class Spreads:
         from vllm.model_executor.layers.linear import RowParallelLinear
         from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-        kind = _kind(module)
+        kind = kind_of(module)
         column = _columns(module)
         if column is not None:
             return [column] * count if side == "output" else []
@@ -112,12 +132,7 @@ class Spreads:
         """Return the row-parallel layer beside the module at ``path``, whose input is spread; ``None`` if there is none."""
         from vllm.model_executor.layers.linear import RowParallelLinear
 
-        return next((found for found in self._siblings(path) if _kind(found) is RowParallelLinear and _is_parallel(found)), None)
-
-
-def _kind(module: torch.nn.Module) -> Any:
-    """Return the class of ``module`` before it was tapped."""
-    return getattr(type(module), "nnsight_base", type(module))
+        return next((found for found in self._siblings(path) if kind_of(found) is RowParallelLinear and _is_parallel(found)), None)
 
 
 def _is_parallel(module: Any) -> bool:
@@ -128,7 +143,7 @@ def _columns(module: Any) -> Spread | None:
     """Return how the output of ``module`` is spread if it is a column-parallel layer."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear
 
-    kind = _kind(module)
+    kind = kind_of(module)
     if kind not in (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear):
         return None
     if module.tp_size == 1 or module.gather_output:

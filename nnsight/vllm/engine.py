@@ -23,6 +23,7 @@ from .samples import Request
 from .stack_room import with_room
 from .steering.entries import ENTRY, Entries, Lease
 from .steering.graph_functions import EditFunction, register
+from .steering.graph_programs import GraphProgram
 from .steering.tables import Steering, salt_of
 from .worker.engine_taps import HANDOFF, Layout
 from .worker.requests import RequestLimits
@@ -42,7 +43,8 @@ _DRAFTS = (
 class VLLMEngine:
     """An engine with the model of a repository or folder; ``llm`` is vLLM's own object, made with ``options``.
 
-    An empty ``layout`` is for an engine that stops between all modules; ``functions`` are those of layers with tables, by name.
+    An empty ``layout`` is for an engine that stops between all modules; ``functions`` are those of layers with tables, by name, and
+    ``programs`` those of the graph.
     """
 
     def __init__(
@@ -51,19 +53,22 @@ class VLLMEngine:
         options: Mapping[str, Any],
         layout: Layout,
         functions: Mapping[str, Callable[..., Any]],
+        programs: Mapping[str, Any],
     ) -> None:
         from vllm import LLM
         from vllm.utils.system_utils import set_env_var
 
         choose_runner()  # again: the engine may be started long after the model was made
-        config: Any = config_of(repo, options).model_config if functions else None
+        config: Any = config_of(repo, options).model_config if functions or programs else None
         self._functions = {
             name: EditFunction.of(name, function, config.get_hidden_size(), config.dtype) for name, function in functions.items()
         }
+        self._programs = {name: GraphProgram.of(name, given, config.get_hidden_size(), config.dtype) for name, given in programs.items()}
         full = f"The engine has room for {layout.slots} different edits at a time, and all are in use. Make the model with more, as in "
         self.entries = Entries(layout.slots, full + "`edits={'modules': [...], 'slots': 32}`, or trace fewer requests at once.")
         if layout.modules:
-            options = _with_layout(options, replace(layout, functions=tuple(map(register, self._functions.values()))))
+            digests = [tuple(map(register, found)) for found in (self._functions.values(), self._programs.values())]
+            options = _with_layout(options, replace(layout, functions=digests[0], programs=digests[1]))
         parallel = options["tensor_parallel_size"] > 1
         groups.check_alone(parallel)
         if parallel:
@@ -90,8 +95,8 @@ class VLLMEngine:
         if tapped is None:
             return RequestLimits(hidden, functions=self._functions)
         drafts = self.llm.llm_engine.vllm_config.speculative_config is not None
-        locations, steered, captured = tuple(tapped.locations), tuple(tapped.tables), tuple(tapped.captured)
-        return RequestLimits(hidden, locations, steered, tapped.rank, captured, drafts, self._functions)
+        locations, steered, captured = tuple(tapped.locations), tuple(tapped.steered), tuple(tapped.captured)
+        return RequestLimits(hidden, locations, steered, tapped.rank, captured, drafts, self._functions, self._programs)
 
     def run(self, requests: Sequence[Request]) -> None:
         """Run ``requests`` until all have finished or failed. Errors of blocks stay with their runs; others raise ``ValueError``."""

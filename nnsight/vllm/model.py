@@ -23,6 +23,7 @@ from .asynchronous import AsyncBackend, Turns
 from .engine import VLLMEngine
 from .engine_values import engine_value
 from .request_tracing import RequestTracer
+from .steering.graph_programs import modules_of
 from .steering.tables import steering_of
 from .worker.engine_taps import Layout, tapped_modules
 from .worker.requests import SAMPLES
@@ -57,6 +58,8 @@ class VLLM(MetaMixin):
             dict has the paths as ``"modules"``, how many different edits there is room for at a time as ``"slots"`` (16), how
             many directions each may remove as ``"rank"`` (1), and functions that requests may ask for, by name, as ``"functions"`` (see
             :mod:`~nnsight.vllm.steering.graph_functions`).
+        programs: Programs that become a part of the compiled graph, by name: a :class:`nnsight.Program` or a file of one, or a tuple of it
+            and the names of its parameters. Requests ask for them with :meth:`steer`; see :mod:`~nnsight.vllm.steering.graph_programs`.
         rename: As for :class:`~nnsight.modeling.base.NNsight`.
         **options: Those of ``vllm.LLM``, such as ``dtype``, ``max_model_len`` and ``gpu_memory_utilization``. By default
             ``enforce_eager`` is true without taps and edits, ``async_scheduling`` false, and so is ``enable_chunked_prefill``, unless
@@ -94,6 +97,7 @@ class VLLM(MetaMixin):
         taps: Sequence[str] | None = None,
         captures: Sequence[str] | None = None,
         edits: Sequence[str] | Mapping[str, Any] | None = None,
+        programs: Mapping[str, Any] | None = None,
         rename: Any = None,
         **options: Any,
     ) -> None:
@@ -107,7 +111,7 @@ class VLLM(MetaMixin):
         if not isinstance(repo, (str, os.PathLike)):
             raise TypeError(f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself.")
         _check_options(mode, tensor_parallel_size, options)
-        layout = _layout_of(taps, captures, edits)
+        layout = _layout_of(taps, captures, edits, programs)
         check_drafts(options, layout is not None and layout.only_tables)
         # A block at a tap sees a prompt whole; tables apply to any part of one, and captured parts are joined.
         chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
@@ -120,7 +124,8 @@ class VLLM(MetaMixin):
                 "made with only, as in `taps=['model.layers.*']`."
             )
         functions = edits.get("functions", {}) if isinstance(edits, Mapping) else {}
-        self.__dict__.update(_layout=layout, _functions=functions, _engine=None, _turns=None, _mode=mode, vectors=Vectors())
+        self.__dict__.update(_layout=layout, _functions=functions, _programs=dict(programs or {}))
+        self.__dict__.update(_engine=None, _turns=None, _mode=mode, vectors=Vectors())
         repo = _folder_or_name(repo)
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
@@ -135,7 +140,7 @@ class VLLM(MetaMixin):
 
     def _load(self, repo: str, **options: Any) -> torch.nn.Module:
         """Start an engine and return its model."""
-        engine = self.__dict__["_engine"] = VLLMEngine(repo, options, self._layout or Layout(), self._functions)
+        engine = self.__dict__["_engine"] = VLLMEngine(repo, options, self._layout or Layout(), self._functions, self._programs)
         self.vectors.hidden = engine.limits.hidden
         if self._mode == "async":
             self.__dict__["_turns"] = Turns(engine)
@@ -241,20 +246,34 @@ class VLLM(MetaMixin):
         remove: str | Sequence[str] | None = None,
         layers: int | str | Sequence[int] | None = None,
         start: int = 0,
+        **parameters: Any,
     ) -> None:
         """Steer the request with vectors of :attr:`vectors`, at the top of a block; a server is asked for the same with ``vllm_xargs``.
 
         Args:
-            vector: Name of the vector that is added, or several names.
+            vector: Name of the vector that is added, or several names; or the name of a program that the engine was made with.
             scale: Its factor, or one for each.
             remove: Names of the vectors that are projected out before.
             layers: Numbers of layers, also as a text such as ``"2,5-8"``; by default all for which the vectors have directions.
             start: First position, counted from the start of the prompt.
+            **parameters: Of the program, each a number or a tensor of the shape of its default; it has no other arguments but ``start``.
 
         Raises:
-            ValueError: If there is no such vector, it has no direction for a layer, or a layer cannot be steered.
+            ValueError: If there is no such vector, it has no direction for a layer, or a layer cannot be steered; or if the program has no
+                such parameter.
         """
         run = running_request()
+        program = run.limits.programs.get(vector) if isinstance(vector, str) else None
+        if program is not None:
+            if vector in self.vectors:
+                raise ValueError(f"steer({vector!r}): a vector and a program have this name. Remove the vector, or rename one of them.")
+            if scale != 1.0 or remove is not None or layers is not None:
+                raise TypeError(f"steer({vector!r}): a program has `start` and its parameters only: {', '.join(program.values) or 'none'}.")
+            run.run_program(program, parameters, start)
+            return
+        if parameters:
+            known = ", ".join(run.limits.programs) or "none"
+            raise TypeError(f"steer() has no parameter {next(iter(parameters))!r}: {vector!r} is no program. The programs are: {known}.")
         given = {"vector": vector, "remove": remove, "layers": layers, "start": start}
         choice = Choice.of(given if vector is None else {**given, "scale": scale})
         limits = run.limits
@@ -336,10 +355,12 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
         raise NotImplementedError("VLLM(compile=...) is not available: vLLM compiles models itself.")
 
 
-def _layout_of(taps: Any, captures: Any, edits: Any) -> Layout | None:
+def _layout_of(taps: Any, captures: Any, edits: Any, programs: Any) -> Layout | None:
     """Return the layout for these arguments of :class:`VLLM`; ``None`` for an engine that compiles nothing."""
-    if not taps and not captures and not edits:
+    if not taps and not captures and not edits and not programs:
         return None
+    if not isinstance(programs or {}, Mapping):
+        raise TypeError(f"programs= is a dict of programs by name, not {describe(programs)}.")
     room = {"slots": 16, "rank": 1}
     if isinstance(edits, Mapping):
         room |= {name: value for name, value in edits.items() if name not in {"modules", "functions"}}
@@ -355,4 +376,5 @@ def _layout_of(taps: Any, captures: Any, edits: Any) -> Layout | None:
     for name, least in (("slots", 1), ("rank", 0)):
         if isinstance(room[name], bool) or not isinstance(room[name], int) or room[name] < least:
             raise ValueError(f"edits={{{name!r}: ...}} is a number from {least}, not {room[name]!r}.")
-    return Layout(tuple(taps or ()), tuple(captures or ()), tuple(edits or ()), room["slots"], room["rank"])
+    places = (tuple(taps or ()), tuple(captures or ()), tuple(edits or ()))
+    return Layout(*places, room["slots"], room["rank"], programmed=tuple(modules_of(programs or {})))

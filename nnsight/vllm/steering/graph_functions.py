@@ -54,7 +54,7 @@ class EditFunction:
             return function(state.clone(), **dict(zip(defaults, values, strict=True)))
 
         def tried(called: Any, first: int = 0, end: int = _TRACED, constants: Sequence[torch.Tensor] = ()) -> Any:
-            state = torch.randn(_TRACED, hidden, generator=torch.Generator().manual_seed(0))[first:end].to(device, dtype)
+            state = _sample(hidden)[first:end].to(device, dtype)
             given = [value.to(device, dtype).expand(len(state), *value.shape) for value in defaults.values()]
             with torch.no_grad():
                 return called(state, *given, *constants)
@@ -80,7 +80,8 @@ class EditFunction:
                 f"{place} mixes rows, or looks at their number or at values of all: what it returns for a row is not what it returns for "
                 "this row alone. The rows of a step belong to different requests. To look at several tokens, use taps, and a block."
             )
-        graph, constants = _traced(place, edited, tried)
+        given = [value.to(device, dtype).expand(_TRACED, *value.shape) for value in defaults.values()]
+        graph, constants, _ = traced_on(edited, [_sample(hidden).to(device, dtype), *given], place)
         for count in _TRIED:
             expected, got = tried(edited, 0, count), tried(graph, 0, count, constants)
             if got.shape != expected.shape or not torch.allclose(got, expected, rtol=1e-2, atol=1e-5):
@@ -109,18 +110,23 @@ class EditFunction:
         return found
 
 
-#: Functions of the engines of this process, by digest. vLLM's configuration, which is plain data, has the digests.
-_known: WeakValueDictionary[str, EditFunction] = WeakValueDictionary()
+#: Functions and programs of the engines of this process, by digest. vLLM's configuration, which is plain data, has the digests.
+_known: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-def register(function: EditFunction) -> str:
-    """Let workers of this process find ``function`` by its digest; return the digest."""
+def register(function: Any) -> str:
+    """Let workers of this process find a function or program by its digest; return the digest."""
     _known[function.digest] = function
-    return function.digest
+    digest: str = function.digest
+    return digest
 
 
-#: Returns the function with a digest.
+#: Returns the function or program with a digest.
 registered = _known.__getitem__
+
+
+def _sample(hidden: int) -> torch.Tensor:
+    return torch.randn(_TRACED, hidden, generator=torch.Generator().manual_seed(0))
 
 
 def _defaults_of(name: str, function: Any, place: str) -> dict[str, torch.Tensor]:
@@ -136,17 +142,17 @@ def _defaults_of(name: str, function: Any, place: str) -> dict[str, torch.Tensor
         raise TypeError(f"{place} takes no hidden state as its first argument.")
     defaults = {}
     for parameter in parameters[1:]:
-        if parameter.kind not in by_name or parameter.default is inspect.Parameter.empty or parameter.name in _TAKEN:
+        if parameter.kind not in by_name or parameter.default is inspect.Parameter.empty or parameter.name in TAKEN:
             raise TypeError(
                 f"{place}: requests cannot give the parameter `{parameter}`. Each parameter has a default, which says its shape, and a "
-                f"name of its own, none of {', '.join(sorted(_TAKEN))}."
+                f"name of its own, none of {', '.join(sorted(TAKEN))}."
             )
         defaults[parameter.name] = torch.atleast_1d(finite(f"The parameter {parameter.name!r} of {name!r}", parameter.default))
     return defaults
 
 
 #: Names of the parameters that :meth:`LayerEnvoy.steer` has itself.
-_TAKEN = frozenset({"self", "add", "scale", "remove", "start", "use"})
+TAKEN = frozenset({"self", "add", "scale", "remove", "start", "use"})
 
 
 def finite(what: str, value: Any) -> torch.Tensor:
@@ -170,13 +176,15 @@ def fitted(what: str, value: Any, shape: Sequence[int]) -> torch.Tensor:
     return tensor
 
 
-def _traced(place: str, edited: Any, tried: Any) -> tuple[torch.fx.GraphModule, list[torch.Tensor]]:
-    """Return the graph of a function, and the tensors that it uses, which become the last arguments of the graph."""
+def traced_on(called: Any, given: Sequence[Any], place: str) -> tuple[torch.fx.GraphModule, list[torch.Tensor], Any]:
+    """Return the graph of ``called`` for any number of rows, the tensors that it uses besides those ``given``, which become the last
+    arguments of the graph, and what it returns for these."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
         with torch.no_grad():
-            found: torch.fx.GraphModule = tried(make_fx(edited, tracing_mode="symbolic", _allow_non_fake_inputs=True))
+            found: torch.fx.GraphModule = make_fx(called, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*given)
+            results = called(*given)
     except Exception as error:
         raise ValueError(
             f"{place} cannot be traced: {type(error).__name__}: {error}. Control flow may not depend on values: write `torch.where` in "
@@ -192,7 +200,7 @@ def _traced(place: str, edited: Any, tried: Any) -> tuple[torch.fx.GraphModule, 
         node.replace_all_uses_with(constants[name])
         found.graph.erase_node(node)
     values = [getattr(found, name).detach().clone() for name in constants]
-    return torch.fx.GraphModule(torch.nn.Module(), found.graph), values
+    return torch.fx.GraphModule(torch.nn.Module(), found.graph), values, results
 
 
 def _digest(name: str, graph: torch.fx.GraphModule, constants: list[torch.Tensor], defaults: Mapping[str, torch.Tensor]) -> str:

@@ -18,13 +18,14 @@ import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...steering.choices import Choice, orthonormal
 from ...steering.registry import Vectors
 from .graph_functions import EditFunction, finite, fitted
+from .graph_programs import ProgramPart
 
 #: The parameters of an edit.
 TABLES = ("add", "gain", "down", "up")
@@ -146,28 +147,47 @@ class RowSlots:
         self._rows[:end].copy_(numbers, non_blocking=True)
 
 
+class GraphCall(NamedTuple):
+    """A graph that is called on the hidden state after a module, for rows that ask for it, with the names of the module's buffers."""
+
+    graph: torch.fx.GraphModule
+    chosen: str  # which slots ask for it
+    tables: list[str]  # of its parameters, by slot
+    taken: list[str]  # values of earlier parts, by row
+    constants: list[str]
+    given: list[str]  # values for later parts, by row
+
+
 def add_tables(module: Any, rows: torch.Tensor, slots: int, rank: int, hidden: int, dtype: torch.dtype) -> None:
     """Give ``module`` tables for ``slots`` edits; ``rows`` has the slot of each row of a step."""
-    module.nnsight_functions, module.nnsight_calls = [], []
-    module.register_buffer("nnsight_rows", rows, persistent=False)
+    module.nnsight_has_tables = True
     for name, shape in {"add": (hidden,), "gain": (hidden,), "down": (rank, hidden), "up": (rank, hidden)}.items():
         module.register_buffer(f"nnsight_{name}", rows.new_zeros(slots + 1, *shape, dtype=dtype), persistent=False)
 
 
-def add_functions(module: Any, functions: Sequence[EditFunction], slots: int, dtype: torch.dtype) -> None:
-    """Give ``module``, which has tables for ``slots`` edits, ``functions``, and tables of their parameters and users."""
+def add_call(
+    module: Any, part: EditFunction | ProgramPart, defaults: Mapping[str, torch.Tensor], slots: int, carried: dict[str, torch.Tensor]
+) -> None:
+    """Give ``module`` a part of a program, or a function, with tables of its ``defaults`` and users for ``slots`` edits.
+
+    ``carried`` are the values that parts have for later ones, by name; those that this one gives are added.
+    """
     rows = module.nnsight_rows
-    module.nnsight_functions += functions
-    for function in functions:
-        constants = [_table(function.name, f"{number}") for number in range(len(function.constants))]
-        for name, constant in zip(constants, function.constants, strict=True):  # buffers are inputs of the graph
-            module.register_buffer(name, constant, persistent=False)
-        tables = [_table(function.name, name) for name in function.defaults]
-        module.nnsight_calls.append((function.graph, _table(function.name), tables, constants))
-        module.register_buffer(_table(function.name), rows.new_zeros(slots + 1, 1, dtype=torch.bool), persistent=False)
-        for table, default in zip(tables, function.defaults.values(), strict=True):
-            values = default.to(rows.device, dtype).repeat(slots + 1, *([1] * default.dim()))
-            module.register_buffer(table, values, persistent=False)
+    chosen = _table(part.name)
+    module.register_buffer(chosen, rows.new_zeros(slots + 1, 1, dtype=torch.bool), persistent=False)
+    constants = [_table(part.name, f"{number}") for number in range(len(part.constants))]
+    for name, constant in zip(constants, part.constants, strict=True):  # buffers are inputs of the graph
+        module.register_buffer(name, constant, persistent=False)
+    for name, default in defaults.items():
+        module.register_buffer(_table(part.name, name), default.to(rows.device).repeat(slots + 1, *([1] * default.dim())), persistent=False)
+    names, takes, gives = (part.parameters, part.takes, part.gives) if isinstance(part, ProgramPart) else ([*defaults], (), {})
+    for name, like in gives.items():
+        carried[name] = torch.zeros(len(rows), *like.shape, dtype=like.dtype, device=rows.device)
+    for name in (*takes, *gives):
+        module.register_buffer(_table(part.name, f"value_{name}"), carried[name], persistent=False)
+    taken, given = ([_table(part.name, f"value_{name}") for name in names] for names in (takes, gives))
+    module.nnsight_calls.append(GraphCall(part.graph, chosen, [_table(part.name, name) for name in names], taken, constants, given))
+    module.nnsight_parts[part.name] = [*defaults]
 
 
 def _table(function: str, parameter: str = "") -> str:
@@ -177,37 +197,48 @@ def _table(function: str, parameter: str = "") -> str:
 
 def write(module: Any, slot: int, steering: Steering | None) -> None:
     """Write the parameters of ``steering``, none if it is ``None``, to the entry ``slot`` of the tables of ``module``."""
-    for name in TABLES:
+    for name in TABLES if module.nnsight_has_tables else ():
         table = getattr(module, f"nnsight_{name}")[slot]
         table.zero_()
         if steering is not None:
             values = getattr(steering, name)
             (table[: steering.rank] if name in {"down", "up"} else table).copy_(values)
-    for function in module.nnsight_functions:
-        chosen = None if steering is None else steering.functions.get(function.name)
-        getattr(module, _table(function.name))[slot] = chosen is not None
-        for name, value in (chosen or {}).items():
-            getattr(module, _table(function.name, name))[slot] = value
+    for part, parameters in module.nnsight_parts.items():
+        chosen = None if steering is None else steering.functions.get(part)
+        getattr(module, _table(part))[slot] = chosen is not None
+        if chosen is not None:
+            for name in parameters:
+                getattr(module, _table(part, name))[slot] = chosen[name]
 
 
 def steered(module: Any, output: Any) -> Any:
-    """Return ``output`` of a layer with the edits in its tables. Dynamo traces this."""
+    """Return ``output`` of a module with the edits in its tables, and those of programs. Dynamo traces this."""
     pair = not isinstance(output, torch.Tensor)
     first = output[0] if pair else output
-    residual = output[1] if pair else None
+    residual = output[1] if pair and module.nnsight_returns_parts else None
     hidden = first if residual is None else first + residual
-    rows = module.nnsight_rows[: hidden.shape[0]]
+    count = hidden.shape[0]
+    rows = module.nnsight_rows[:count]
+    if module.nnsight_has_tables:
+        first = torch.where((rows > 0)[:, None], first + _difference(module, hidden, rows), first)  # others stay as they are, bit by bit
+    for call in module.nnsight_calls:
+        hidden = first if residual is None else first + residual
+        values = [getattr(module, table)[rows] for table in call.tables]
+        values += [getattr(module, name)[:count] for name in call.taken]
+        results = call.graph(hidden, *values, *[getattr(module, name) for name in call.constants])
+        new, *kept = results if isinstance(results, tuple) else (results,)
+        for name, value in zip(call.given, kept, strict=True):
+            getattr(module, name)[:count].copy_(value)
+        if residual is not None:
+            new = new - residual
+        first = torch.where(getattr(module, call.chosen)[rows], new, first)
+    return (first, *output[1:]) if pair else first
+
+
+def _difference(module: Any, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     lookup = torch.nn.functional.embedding
     difference = hidden * lookup(rows, module.nnsight_gain) + lookup(rows, module.nnsight_add)
     if module.nnsight_down.shape[1]:
         read = (module.nnsight_down[rows] * hidden[:, None]).sum(-1, keepdim=True)
         difference = difference + (module.nnsight_up[rows] * read).sum(1)
-    first = torch.where((rows > 0)[:, None], first + difference, first)  # rows without an edit stay as they are, bit by bit
-    for graph, chosen, tables, constants in module.nnsight_calls:
-        hidden = first if residual is None else first + residual
-        values = [getattr(module, table)[rows] for table in tables] + [getattr(module, constant) for constant in constants]
-        new = graph(hidden, *values)
-        if residual is not None:
-            new = new - residual
-        first = torch.where(getattr(module, chosen)[rows], new, first)
-    return (first, *output[1:]) if pair else first
+    return difference

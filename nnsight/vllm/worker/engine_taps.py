@@ -26,7 +26,8 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
 from ..steering.graph_functions import registered
-from ..steering.tables import RowSlots, add_functions, add_tables, steered
+from ..steering.graph_programs import is_layer
+from ..steering.tables import RowSlots, add_call, add_tables, steered
 from .kept_values import KeptValues, define, parsed, value_of
 from .steps import EngineStep
 
@@ -34,7 +35,7 @@ from .steps import EngineStep
 HANDOFF = "nnsight::handoff"
 
 #: Part of the key of the compile cache. Raise it with every change of what is put into a graph.
-_FORMAT = 6
+_FORMAT = 7
 
 
 def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
@@ -64,17 +65,19 @@ class Layout:
     slots: int = 16  # how many different edits the tables have room for
     rank: int = 1  # how many directions each edit may remove
     functions: tuple[str, ...] = ()  # digests of the functions of these layers, see `steering.graph_functions`
+    programs: tuple[str, ...] = ()  # digests of programs, see `steering.graph_programs`
+    programmed: tuple[str, ...] = ()  # the modules at which these have parts
 
     @property
     def only_tables(self) -> bool:
-        """Whether there are tables for edits, and nothing that hands values to blocks."""
-        return bool(self.edits) and not self.taps and not self.captures
+        """Whether there are tables for edits, or programs, and nothing that hands values to blocks."""
+        return bool(self.edits or self.programmed) and not self.taps and not self.captures
 
     @property
     def modules(self) -> list[str]:
         """The modules that it names."""
         places = (*self.taps, *self.captures)
-        return [*at_side(places, "input"), *at_side(places, "output"), *self.edits]
+        return [*at_side(places, "input"), *at_side(places, "output"), *self.edits, *self.programmed]
 
     @property
     def description(self) -> dict[str, Any]:
@@ -106,7 +109,8 @@ class Tapped:
     captured: list[str]  # where blocks can read when the model has run
     captures: KeptValues
     rows: RowSlots
-    tables: dict[str, Any]  # modules with tables, by the location of their output
+    steered: list[str]  # locations with tables for edits
+    tables: dict[str, Any]  # modules with tables for edits, or parameters of programs, by the location of their output
     rank: int
 
 
@@ -138,22 +142,35 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
                 named[f"model.{path}.{side}"] = operation
     steered = tapped_modules(model, layout.edits)
     functions = [registered(digest).to(rows.device) for digest in layout.functions]
+    programs = [registered(digest) for digest in layout.programs]
     modules: dict[str, Any] = {**tapped_modules(model, layout.modules)}
     for path, module in modules.items():
         module.nnsight_path = f"model.{path}"
         module.nnsight_takes = named.get(f"model.{path}.input", "")
         module.nnsight_returns = named.get(f"model.{path}.output", "")
-        module.nnsight_steers = path in steered
+        module.nnsight_calls, module.nnsight_parts, module.nnsight_has_tables = [], {}, False
+        module.nnsight_returns_parts = path in steered or is_layer(path)
+        module.register_buffer("nnsight_rows", rows, persistent=False)
         if "capture" in (module.nnsight_takes, module.nnsight_returns):
             module.register_buffer("nnsight_mark", torch.zeros(1, device=rows.device), persistent=False)
         if path in steered:
             add_tables(module, rows, layout.slots, layout.rank, hidden, dtype)
-            add_functions(module, functions, layout.slots, dtype)
+            for function in functions:
+                defaults = {name: value.to(dtype) for name, value in function.defaults.items()}
+                add_call(module, function, defaults, layout.slots, {})
         base: Any = type(module)
         module.__class__ = _tapped(base)
+    for program in programs:
+        carried: dict[str, torch.Tensor] = {}
+        for location, part in program.parts.items():
+            module = modules[location.removeprefix("model.").removesuffix(".output")]
+            add_call(module, part.to(rows.device), program.tables_at(location), layout.slots, carried)
+    for module in modules.values():
+        module.nnsight_steers = module.nnsight_has_tables or bool(module.nnsight_calls)
     locations, captured = ([place for place in named if named[place] == found] for found in ("handoff", "capture"))
-    tables = {f"model.{path}.output": module for path, module in steered.items()}
-    return Tapped(locations, captured, KeptValues(), RowSlots(rows), tables, layout.rank)
+    tables = {f"model.{path}.output": module for path, module in modules.items() if module.nnsight_steers}
+    edited = [f"model.{path}.output" for path in steered]
+    return Tapped(locations, captured, KeptValues(), RowSlots(rows), edited, tables, layout.rank)
 
 
 @functools.cache

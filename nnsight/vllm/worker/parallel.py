@@ -129,8 +129,10 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         self._leader: Leader | None = None
         self._place = super()._distributed_args()
         init_method, rank, local_rank = self._place
-        digests = self.vllm_config.additional_config.get("nnsight", {}).get("functions", ())
-        start = cloudpickle.dumps((self.vllm_config, [*map(registered, digests)], init_method))
+        layout = self.vllm_config.additional_config.get("nnsight", {})
+        functions = [registered(digest) for digest in layout.get("functions", ())]
+        programs = [registered(digest) for digest in layout.get("programs", ())]
+        start = cloudpickle.dumps((self.vllm_config, functions, programs, init_method))
         self._followers = Followers(size - 1, start, rank, local_rank)
         try:
             super()._init_executor()
@@ -261,10 +263,10 @@ def _answered(connection: Any, function: Any, *args: Any) -> Any:
 
 
 def _started(connection: Any, start: bytes, rank: int, local_rank: int) -> tuple[Any, Answer]:
-    """Return a worker with its model; ``start`` has vLLM's configuration, functions in the layers, and the place where ranks meet."""
-    config, functions, init_method = cloudpickle.loads(start)
-    for function in functions:  # held here until the layers hold them
-        register(function)
+    """Return a worker with its model; ``start`` has vLLM's configuration, functions, programs, and the place where ranks meet."""
+    config, functions, programs, init_method = cloudpickle.loads(start)
+    for found in (*functions, *programs):  # held here until the layers hold them
+        register(found)
     worker = WorkerWrapperBase(rpc_rank=rank, global_rank=rank)
     kwargs = {
         "vllm_config": config,

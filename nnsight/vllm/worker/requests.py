@@ -21,6 +21,7 @@ from ...runtime.errors import EarlyStopException, OutOfOrderError
 from ...runtime.interleaver import active_run
 from ...runtime.mediator import Mediator
 from ..steering.graph_functions import EditFunction
+from ..steering.graph_programs import GraphProgram
 from ..steering.tables import Steering
 from .request_rows import RequestReplacements, RequestRows, RowView, place_of, read_only
 
@@ -39,6 +40,7 @@ class RequestLimits:
     captured: tuple[str, ...] = ()  # where values can be read, when the model has run, and not edited
     drafts: bool = False  # whether steps have drafts of tokens, some of which are thrown away again
     functions: Mapping[str, EditFunction] = field(default_factory=dict)  # in the graph, by name
+    programs: Mapping[str, GraphProgram] = field(default_factory=dict)  # likewise
 
 
 class _NoSkips(dict[str, Any]):
@@ -118,10 +120,7 @@ class RequestRun(Interleaver):
     def steer(self, location: str, steering: Steering) -> None:
         """Do ``steering`` to every hidden state at ``location``; raise ``ValueError`` if it is too late, or not possible."""
         limits = self.limits
-        if self.steps or self.begun:
-            raise ValueError(
-                "steer() is for all tokens of a request, so it stands at the top of the block, before the model's first value."
-            )
+        self._check_start()
         if limits.steered is not None and location not in limits.steered:
             named = location.removeprefix("model.").rpartition(".")[0]
             raise ValueError(
@@ -133,6 +132,23 @@ class RequestRun(Interleaver):
                 f"steer(remove=...) has {steering.rank} directions, and this compiled engine has room for {limits.rank}: make the "
                 f"model with `edits={{'modules': [...], 'rank': {steering.rank}}}`."
             )
+        self._add(location, steering)
+
+    def run_program(self, program: GraphProgram, parameters: Mapping[str, Any], start: int) -> None:
+        """Run a program of the engine's graph for every token from ``start`` on; raise ``ValueError`` as :meth:`steer` does."""
+        self._check_start()
+        values = program.parameters(parameters)
+        for location, part in program.parts.items():
+            asked = {program.name: {name: values[name] for name in part.parameters}}
+            self._add(location, Steering.of(self.limits.hidden, None, None, None, start, asked))
+
+    def _check_start(self) -> None:
+        if self.steps or self.begun:
+            raise ValueError(
+                "steer() is for all tokens of a request, so it stands at the top of the block, before the model's first value."
+            )
+
+    def _add(self, location: str, steering: Steering) -> None:
         known = self.steering.get(location)
         self.steering[location] = steering if known is None else known.plus(steering)
         if len({found.start for found in self.steering.values()}) > 1:

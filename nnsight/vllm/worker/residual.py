@@ -9,7 +9,6 @@ An edit goes back as ``(edited, zeros)``: the next addition then gives the edite
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,11 +18,10 @@ from ...envoy.envoy import Envoy
 from ...runtime.interleaver import active_interleaver
 from ...runtime.iteration import running_mediator
 from ...runtime.modules.eproperty import eproperty
+from ..steering.graph_programs import is_layer
 from ..steering.tables import Steering
 from .calls import called
 from .requests import RequestRun
-
-_LAYERS = re.compile(r"(^|\.)(layers|h|blocks)$")
 
 
 class _Residual(eproperty):
@@ -58,7 +56,7 @@ class ModuleEnvoy(Envoy):
         return called(run, self._path, self._module, args, kwargs)
 
     def _class_for(self, module: torch.nn.Module, path: str) -> type[Envoy]:
-        return LayerEnvoy if _LAYERS.search(self._path) else ModuleEnvoy
+        return LayerEnvoy if is_layer(path) else ModuleEnvoy
 
 
 class LayerEnvoy(ModuleEnvoy):

@@ -52,7 +52,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
         layout = self._layout()
-        if layout.modules and (self.always_tapped or self.vllm_config.compilation_config.mode != CompilationMode.NONE):
+        if layout.modules and (self.always_tapped or layout.programs or self.vllm_config.compilation_config.mode != CompilationMode.NONE):
             runner, config = self.model_runner, self.vllm_config.model_config
             rows = torch.zeros(runner.max_num_tokens, dtype=torch.int64, device=self.device)
             runner.tapped = tap(runner.get_model(), layout, rows, config.get_hidden_size(), config.dtype)
@@ -61,8 +61,8 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         return Layout.described(self.vllm_config.additional_config.get("nnsight", {}))
 
     def nnsight_locations(self) -> list[str]:
-        """Return the locations that have tables."""
-        return list(self.model_runner.tapped.tables)
+        """Return the locations that have tables for edits."""
+        return list(self.model_runner.tapped.steered)
 
     def nnsight_write(self, slot: int, steering: Mapping[str, Steering] | bytes) -> None:
         """Write edits, or :func:`packed` edits, to the entry ``slot`` of all tables."""

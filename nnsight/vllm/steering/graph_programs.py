@@ -1,0 +1,277 @@
+"""Programs as a part of the compiled graph of an engine.
+
+``programs={"name": program}`` puts a :class:`nnsight.Program` into the graph when the engine starts, as if it stood in the source of the
+model, and requests ask for it by name. A program is recorded on the model of transformers, without weights, and reads and edits hidden
+states ``[batch, positions, hidden]``: outputs of layers, attention, MLPs and norms. Here it is run for each token by itself, as a batch of
+one with one position. So requests are never mixed, and a program that looks at several positions is refused when the engine starts.
+
+The nodes of a program at one location become a :class:`ProgramPart`, a graph that is traced with make_fx under ``torch.vmap``. The rows of
+a step are the batch of vmap. Parameters of requests have a row for each token, and other tensors of the program are constants. A value
+that a later part uses waits in a buffer with a row for each token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ...modeling.forms import describe
+from ...program.baking import Segment, compiled_segment, segments
+from ...program.format.errors import InvalidProgramError
+from ...program.format.operators import DRAWING, is_in_place
+from ...program.format.payload import Job
+from ...program.format.trees import is_ref, references
+from ...program.program import Program
+from .graph_functions import TAKEN, fitted, traced_on
+
+#: Kinds of nodes that name a part of the model of transformers by something else than a location.
+_OF_THE_MODEL = {"weight": "a weight of the model", "apply": "a call of a module", "skip": "a skip", "grad": "gradients"}
+
+#: Rows with which a program is traced, and tried.
+_ROWS = 7
+
+_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
+
+
+def is_layer(path: str) -> bool:
+    """Whether the module at ``path`` is a layer of the model, which may return its hidden state in two parts."""
+    return _LAYER.search(path) is not None
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramPart:
+    """What a program does at one location, for all rows of a step.
+
+    Attributes:
+        name: Of the program.
+        graph: Takes the hidden state ``[tokens, hidden]``, then, each with a row for each token, the parameters and the values of earlier
+            parts, then the constants. Returns the new hidden state, and the values for later parts.
+        parameters: Names of the parameters.
+        takes: Names of the values of earlier parts.
+        gives: Names of the values for later parts, with one of a token.
+        constants: The other tensors.
+    """
+
+    name: str
+    graph: torch.fx.GraphModule
+    parameters: tuple[str, ...]
+    takes: tuple[str, ...]
+    gives: Mapping[str, torch.Tensor]
+    constants: Sequence[torch.Tensor]
+
+    def to(self, device: torch.device) -> ProgramPart:
+        """Return the same with its constants on ``device``."""
+        return replace(self, constants=[constant.to(device) for constant in self.constants])
+
+
+@dataclass(frozen=True, eq=False)
+class GraphProgram:
+    """A program for the graph of an engine: its parts by location, and the parameters of requests that do not give them."""
+
+    name: str
+    parts: Mapping[str, ProgramPart]
+    values: Mapping[str, torch.Tensor]  # of the parameters, in the dtype of the graph
+    digest: str
+    fixed: Mapping[str, str]  # why other names of the block are no parameters
+
+    @classmethod
+    def of(cls, name: str, given: Any, hidden: int, dtype: torch.dtype) -> GraphProgram:
+        """Trace a program for a hidden state of ``hidden`` channels.
+
+        Args:
+            name: Its name.
+            given: A :class:`nnsight.Program` or a file of one; in a tuple with the names of its parameters. By default its parameters are
+                its named inputs with at most one dimension.
+            hidden: Number of channels.
+            dtype: Of the hidden state.
+
+        Raises:
+            TypeError: If it is something else, or has no such input.
+            ValueError: If it cannot be in the graph.
+        """
+        program, names = _program_of(name, given)
+        job = program._job
+        found = _checked_segments(name, job)
+        values = {key: value.detach().to(_dtype_of(value, dtype)) for key, value in job.tensors.items()}
+        run = _Run(job, found, values, names, hidden, dtype)
+        try:
+            parts = run.parts(name)
+            run.check_rows()
+        except ValueError as error:
+            raise ValueError(f"programs={{{name!r}: ...}} cannot be in the graph of an engine: {error}") from error
+        text = "\n".join([name, *(f"{site}\n{part.graph.code}\n{part.takes}" for site, part in parts.items())])
+        content = [text.encode(), *(_bytes(value) for key, value in sorted(values.items()))]
+        return cls(name, parts, {key: values[key] for key in names}, hashlib.sha256(b"".join(content)).hexdigest(), program._fixed)
+
+    def tables_at(self, location: str) -> dict[str, torch.Tensor]:
+        """Return the parameters of the part at ``location``, with their defaults, in the order in which its graph takes them."""
+        part = self.parts[location]
+        return {name: self.values[name] for name in part.parameters}
+
+    def parameters(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return all parameters of a request that gives some; raise if one is unknown, or has another shape."""
+        unknown = [name for name in given if name not in self.values]
+        if unknown:
+            names = ", ".join(self.values) or "none"
+            why = self.fixed.get(unknown[0], "no call of torch in the program uses a tensor or float of this name from outside")
+            raise ValueError(f"steer({self.name!r}) has no parameter {unknown[0]!r}: {why}. Parameters of this program: {names}.")
+        what = f"steer({self.name!r}, "
+        asked = {name: fitted(f"{what}{name}=...)", value, self.values[name].shape) for name, value in given.items()}
+        return {**{name: value.to("cpu", torch.float32) for name, value in self.values.items()}, **asked}
+
+
+class _Run:
+    """The parts of a job, and how they are run for rows of tokens."""
+
+    def __init__(
+        self, job: Job, found: Sequence[Segment], values: Mapping[str, torch.Tensor], names: Sequence[str], hidden: int, dtype: torch.dtype
+    ) -> None:
+        self._job, self._segments, self._values, self._names = job, found, values, names
+        self._functions = [compiled_segment(job, segment, None) for segment in found]
+        self._sample = torch.randn(_ROWS, hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
+        used = [{number for _, node in segment.nodes for number, _ in references(node)} for segment in found]
+        made = [{number for number, _ in segment.nodes} for segment in found]
+        edited = {
+            node["args"][0]["ref"][0] for node in job.nodes if node["do"] == "op" and is_in_place(node["name"]) and is_ref(node["args"][0])
+        }
+        of_constants = {number for number, node in enumerate(job.nodes) if node["do"] == "const" and number not in edited}
+        later = [made[at] & set().union(*used[at + 1 :]) - of_constants for at in range(len(found))]
+        self._gives = [[f"v{number}" for number in sorted(numbers)] for numbers in later]
+        self._takes = [[f"v{number}" for number in sorted(used[at] - made[at] - of_constants)] for at in range(len(found))]
+        self._edited = {job.nodes[number].get("tensor") for number in edited}
+        #: The tensors of each part: where they are in its state, and their names.
+        self._tensors = [
+            {
+                **{f"const {node['tensor']}": node["tensor"] for _, node in segment.nodes if node["do"] == "const"},
+                **{f"v{number}": job.nodes[number]["tensor"] for number in sorted(of_constants & used[at] - made[at])},
+            }
+            for at, segment in enumerate(found)
+        ]
+
+    def _row(self, at: int, hidden: torch.Tensor, state: dict[str, Any]) -> Any:
+        """Return what a part makes of ``hidden``, ``[positions, hidden]``."""
+        return self._functions[at](hidden[None].clone(), None, state)[0]
+
+    def parts(self, name: str) -> dict[str, ProgramPart]:
+        """Return the traced parts by location."""
+        kept: dict[str, torch.Tensor] = {}  # values for later parts, of each row
+        parts: dict[str, ProgramPart] = {}
+        for at, segment in enumerate(self._segments):
+            tensors, takes = self._tensors[at], self._takes[at]
+            parameters = [place for place, key in tensors.items() if key in self._names]
+            constants = [place for place, key in tensors.items() if key not in self._names]
+            places = [*parameters, *takes, *constants]
+
+            def of_a_row(hidden: torch.Tensor, *given: torch.Tensor, at: int = at, places: list[str] = places) -> Any:
+                state = dict(zip(places, given, strict=True))
+                for place in state.keys() & self._tensors[at].keys():
+                    if self._tensors[at][place] in self._edited:
+                        state[place] = state[place].clone()
+                new = self._row(at, hidden[None], state)[0]
+                return new.to(hidden.dtype), *(state[key] for key in self._gives[at])
+
+            axes = (0,) * (1 + len(parameters) + len(takes)) + (None,) * len(constants)
+            given = [self._values[tensors[place]].expand(_ROWS, *self._values[tensors[place]].shape) for place in parameters]
+            given += [kept[key] for key in takes] + [self._values[tensors[place]] for place in constants]
+            called, where = torch.vmap(of_a_row, in_dims=axes), f"line {segment.nodes[0][1].get('line', '?')}"
+            graph, more, results = traced_on(called, [self._sample, *given], where)
+            if results[0].shape != self._sample.shape:
+                raise ValueError(f"{where} leaves {list(results[0].shape)} in the place of hidden states {list(self._sample.shape)}.")
+            kept |= dict(zip(self._gives[at], results[1:], strict=True))
+            gives = {key: kept[key][0] for key in self._gives[at]}
+            others = [*(self._values[tensors[place]].detach() for place in constants), *more]
+            asked = tuple(tensors[place] for place in parameters)
+            parts[segment.site] = ProgramPart(name, graph, asked, tuple(takes), gives, others)
+        return parts
+
+    def check_rows(self) -> None:
+        """Check that the program does the same to each token alone as to all of them; raise a :class:`ValueError` if not."""
+        state = {f"const {key}": value for key, value in self._values.items()}
+        state, *alone = [{key: value.clone() for key, value in state.items()} for _ in range(1 + _ROWS)]
+        with torch.no_grad():
+            for at, segment in enumerate(self._segments):
+                together = self._row(at, self._sample, state)
+                found = [self._row(at, self._sample[row : row + 1], alone[row]) for row in range(_ROWS)]
+                each = torch.cat(found)
+                near = together.shape == each.shape and torch.allclose(
+                    together.float(), each.float(), rtol=1e-2, atol=1e-3 * float(together.abs().amax())
+                )
+                if not near:
+                    raise ValueError(
+                        f"line {segment.nodes[0][1].get('line', '?')} looks at several positions, or at one by its number. The rows of a "
+                        "step belong to different requests. Use taps, and a block."
+                    )
+
+
+def modules_of(programs: Mapping[str, Any]) -> list[str]:
+    """Return the modules at which ``programs`` have parts; errors are those of :meth:`GraphProgram.of`."""
+    found: dict[str, None] = {}
+    for name, given in programs.items():
+        for segment in _checked_segments(name, _program_of(name, given)[0]._job):
+            found[segment.site.removeprefix("model.").removesuffix(".output")] = None
+    return [*found]
+
+
+def _checked_segments(name: str, job: Job) -> Sequence[Segment]:
+    try:
+        return _segments(job)
+    except InvalidProgramError as error:
+        raise ValueError(f"programs={{{name!r}: ...}} cannot be in the graph of an engine: {error}") from error
+
+
+def _program_of(name: str, given: Any) -> tuple[Program, list[str]]:
+    """Return a program and the names of its parameters."""
+    what, names = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
+    program = Program.load(what) if isinstance(what, (str, os.PathLike)) else what
+    if not isinstance(program, Program) or not name.isidentifier():
+        raise TypeError(f"programs= is a dict of programs, or files of programs, by name, not {{{name!r}: {describe(given)}}}.")
+    program._check_whole()
+    inputs = program.inputs
+    if names is None:
+        names = [key for key, value in inputs.items() if value.dim() <= 1 and value.is_floating_point() and key not in TAKEN]
+    wrong = [key for key in names if key not in inputs or key in TAKEN]
+    if wrong:
+        known = ", ".join(inputs) or "none"
+        raise TypeError(f"programs={{{name!r}: ...}} has no input {wrong[0]!r} that requests could give. The inputs are: {known}.")
+    return program, list(names)
+
+
+def _segments(job: Job) -> Sequence[Segment]:
+    """Return the parts of a job up to the last one that edits something; raise if the graph of an engine cannot have them."""
+    if job.runs[0]["call"] != "trace" or len({node["block"] for node in job.nodes}) > 1:
+        raise InvalidProgramError("it has several invokes, or belongs to `generate`. Record it in `model.trace(...)`, in one block.")
+    found = list(segments(job))
+    while found and not any(node["do"] in ("write", "skip") for _, node in found[-1].nodes):
+        found.pop()
+    if not found:
+        raise InvalidProgramError("it edits nothing.")
+    sites = [segment.site for segment in found]
+    for segment in found:
+        line = segment.nodes[0][1].get("line", "?")
+        if not segment.site.endswith(".output") or sites.count(segment.site) > 1:
+            raise InvalidProgramError(f"line {line} is at `{segment.site}`, and only outputs of modules can be edited, each of them once.")
+        for _, node in segment.nodes:
+            line = node.get("line", "?")
+            why = _OF_THE_MODEL.get(node["do"])
+            if why is None and node.get("name") in DRAWING:
+                why = "random numbers"
+            if why is not None:
+                raise InvalidProgramError(f"line {line} has {why}, which the engine has in another form. Use taps, and a block.")
+            if node["do"] == "size" and node["dim"] in (0, 1):
+                raise InvalidProgramError(f"line {line} looks at the number of prompts or of positions.")
+    return found
+
+
+def _dtype_of(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a tensor of a program beside hidden states of ``dtype``; a number keeps its precision."""
+    return value.dtype if not value.is_floating_point() else dtype if value.dim() else torch.float32
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -53,17 +53,17 @@ class VLLMEngine:
         options: Mapping[str, Any],
         layout: Layout,
         functions: Mapping[str, Callable[..., Any]],
-        programs: Mapping[str, Any],
+        programs: Mapping[str, GraphProgram],
     ) -> None:
         from vllm import LLM
         from vllm.utils.system_utils import set_env_var
 
         choose_runner()  # again: the engine may be started long after the model was made
-        config: Any = config_of(repo, options).model_config if functions or programs else None
+        config: Any = config_of(repo, options).model_config if functions else None
         self._functions = {
             name: EditFunction.of(name, function, config.get_hidden_size(), config.dtype) for name, function in functions.items()
         }
-        self._programs = {name: GraphProgram.of(name, given, config.get_hidden_size(), config.dtype) for name, given in programs.items()}
+        self._programs = programs
         full = f"The engine has room for {layout.slots} different edits at a time, and all are in use. Make the model with more, as in "
         self.entries = Entries(layout.slots, full + "`edits={'modules': [...], 'slots': 32}`, or trace fewer requests at once.")
         if layout.modules:

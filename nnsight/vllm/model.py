@@ -23,7 +23,7 @@ from .asynchronous import AsyncBackend, Turns
 from .engine import VLLMEngine
 from .engine_values import engine_value
 from .request_tracing import RequestTracer
-from .steering.graph_programs import modules_of
+from .steering.graph_programs import GraphProgram
 from .steering.tables import steering_of
 from .worker.engine_taps import Layout, tapped_modules
 from .worker.requests import SAMPLES
@@ -111,7 +111,10 @@ class VLLM(MetaMixin):
         if not isinstance(repo, (str, os.PathLike)):
             raise TypeError(f"VLLM takes the name of a repository or a folder, not {type(repo).__name__}: vLLM loads models itself.")
         _check_options(mode, tensor_parallel_size, options)
-        layout = _layout_of(taps, captures, edits, programs)
+        if not isinstance(programs or {}, Mapping):
+            raise TypeError(f"programs= is a dict of programs by name, not {describe(programs)}.")
+        in_graph = {name: GraphProgram.of(name, given) for name, given in (programs or {}).items()}
+        layout = _layout_of(taps, captures, edits, in_graph)
         check_drafts(options, layout is not None and layout.only_tables)
         # A block at a tap sees a prompt whole; tables apply to any part of one, and captured parts are joined.
         chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
@@ -124,7 +127,7 @@ class VLLM(MetaMixin):
                 "made with only, as in `taps=['model.layers.*']`."
             )
         functions = edits.get("functions", {}) if isinstance(edits, Mapping) else {}
-        self.__dict__.update(_layout=layout, _functions=functions, _programs=dict(programs or {}))
+        self.__dict__.update(_layout=layout, _functions=functions, _programs=in_graph)
         self.__dict__.update(_engine=None, _turns=None, _mode=mode, vectors=Vectors())
         repo = _folder_or_name(repo)
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
@@ -268,7 +271,8 @@ class VLLM(MetaMixin):
             if vector in self.vectors:
                 raise ValueError(f"steer({vector!r}): a vector and a program have this name. Remove the vector, or rename one of them.")
             if scale != 1.0 or remove is not None or layers is not None:
-                raise TypeError(f"steer({vector!r}): a program has `start` and its parameters only: {', '.join(program.values) or 'none'}.")
+                known = ", ".join(program.defaults) or "none"
+                raise TypeError(f"steer({vector!r}): a program has `start` and its parameters only: {known}.")
             run.run_program(program, parameters, start)
             return
         if parameters:
@@ -355,12 +359,10 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
         raise NotImplementedError("VLLM(compile=...) is not available: vLLM compiles models itself.")
 
 
-def _layout_of(taps: Any, captures: Any, edits: Any, programs: Any) -> Layout | None:
+def _layout_of(taps: Any, captures: Any, edits: Any, programs: Mapping[str, GraphProgram]) -> Layout | None:
     """Return the layout for these arguments of :class:`VLLM`; ``None`` for an engine that compiles nothing."""
     if not taps and not captures and not edits and not programs:
         return None
-    if not isinstance(programs or {}, Mapping):
-        raise TypeError(f"programs= is a dict of programs by name, not {describe(programs)}.")
     room = {"slots": 16, "rank": 1}
     if isinstance(edits, Mapping):
         room |= {name: value for name, value in edits.items() if name not in {"modules", "functions"}}
@@ -377,4 +379,4 @@ def _layout_of(taps: Any, captures: Any, edits: Any, programs: Any) -> Layout | 
         if isinstance(room[name], bool) or not isinstance(room[name], int) or room[name] < least:
             raise ValueError(f"edits={{{name!r}: ...}} is a number from {least}, not {room[name]!r}.")
     places = (tuple(taps or ()), tuple(captures or ()), tuple(edits or ()))
-    return Layout(*places, room["slots"], room["rank"], programmed=tuple(modules_of(programs or {})))
+    return Layout(*places, room["slots"], room["rank"], programmed=tuple(path for program in programs.values() for path in program.modules))

@@ -12,7 +12,7 @@ import torch
 
 from nnsight import LanguageModel, Program
 from nnsight.vllm import VLLM
-from nnsight.vllm.steering.graph_programs import GraphProgram
+from nnsight.vllm.steering.graph_programs import GraphProgram, ProgramPart
 
 from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, Edits, generated, plain, tokens
 
@@ -79,16 +79,22 @@ GIVEN: dict[str, list[dict[str, Any]]] = {
 # -- without vLLM -----------------------------------------------------------------------------------------------------
 
 
+def parts_of(program: GraphProgram, dtype: torch.dtype = torch.float32) -> dict[str, ProgramPart]:
+    widths = {f"model.{path}.output": HIDDEN for path in program.modules}
+    return program.parts(widths, dtype, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_do_what_hooks_do(reference: LanguageModel, name: str) -> None:
     """For any number of rows, each with parameters of its own."""
-    program = GraphProgram.of(name, recorded(reference, name), HIDDEN, torch.float32)
+    program = GraphProgram.of(name, recorded(reference, name))
+    parts = parts_of(program)
     for given in GIVEN[name]:
         asked = program.parameters(given)
         for rows in (1, 2, 9):
             kept: dict[str, torch.Tensor] = {}
             edits = {(f"model.layers.{place}" if isinstance(place, int) else place): edit for place, edit in hooked(name, **given).items()}
-            for location, part in program.parts.items():
+            for location, part in parts.items():
                 hidden = torch.randn(rows, HIDDEN)
                 values = [asked[key].expand(rows, *asked[key].shape) for key in part.parameters]
                 before = hidden.clone()
@@ -100,19 +106,18 @@ def test_parts_do_what_hooks_do(reference: LanguageModel, name: str) -> None:
 
 
 def test_programs_are_equal_if_they_do_the_same(reference: LanguageModel) -> None:
-    digests = {name: GraphProgram.of("mine", recorded(reference, name), HIDDEN, torch.float32).digest for name in NAMES}
+    digests = {name: GraphProgram.of("mine", recorded(reference, name)).digest for name in NAMES}
     assert len({*digests.values()}) == len(NAMES)
-    again = GraphProgram.of("mine", recorded(reference, "push"), HIDDEN, torch.float32)
+    again = GraphProgram.of("mine", recorded(reference, "push"))
     assert again.digest == digests["push"]
-    assert list(GraphProgram.of("mine", (recorded(reference, "push"), ["alpha"]), HIDDEN, torch.float32).values) == ["alpha"]
+    assert list(GraphProgram.of("mine", (recorded(reference, "push"), ["alpha"])).defaults) == ["alpha"]
 
 
 def test_numbers_keep_their_precision_beside_other_dtypes(reference: LanguageModel) -> None:
-    program = GraphProgram.of("push", recorded(reference, "push"), HIDDEN, torch.bfloat16)
-    assert {name: value.dtype for name, value in program.values.items()} == {"alpha": torch.float32, "direction": torch.bfloat16}
-    part = program.parts["model.model.layers.2.output"]
+    [part] = parts_of(GraphProgram.of("push", recorded(reference, "push")), torch.bfloat16).values()
+    assert {name: value.dtype for name, value in part.defaults.items()} == {"alpha": torch.float32, "direction": torch.bfloat16}
     hidden = torch.randn(3, HIDDEN, dtype=torch.bfloat16)
-    given = [program.values[name].expand(3, *program.values[name].shape) for name in part.parameters]
+    given = [part.defaults[name].expand(3, *part.defaults[name].shape) for name in part.parameters]
     [new] = part.graph(hidden, *given, *part.constants)
     assert new.dtype == torch.bfloat16 and not torch.equal(new, hidden)
 
@@ -123,7 +128,7 @@ def test_programs_that_cannot_be_in_a_graph(reference: LanguageModel) -> None:
 
     def refused(program: Any, message: str, error: type[Exception] = ValueError) -> None:
         with pytest.raises(error, match=message):
-            GraphProgram.of("mine", program, HIDDEN, torch.float32)
+            parts_of(GraphProgram.of("mine", program))
 
     def program_of(edit: Callable[[], None]) -> Program:
         with reference.trace("A block of several tokens", remote="program") as tracer:
@@ -170,7 +175,7 @@ def test_programs_that_cannot_be_in_a_graph(reference: LanguageModel) -> None:
     def limited() -> None:
         layers[1].output = layers[1].output.clamp(max=limit)
 
-    program = GraphProgram.of("limited", program_of(limited), HIDDEN, torch.float32)
+    program = GraphProgram.of("limited", program_of(limited))
     with pytest.raises(ValueError, match=r"no parameter 'limit': no call of torch .*Parameters of this program: none"):
         program.parameters({"limit": 3.0})
 

@@ -16,7 +16,7 @@ import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,7 +52,8 @@ class ProgramPart:
         name: Of the program.
         graph: Takes the hidden state ``[tokens, hidden]``, then, each with a row for each token, the parameters and the values of earlier
             parts, then the constants. Returns the new hidden state, and the values for later parts.
-        parameters: Names of the parameters.
+        parameters: Names of the parameters, in the order of the graph.
+        defaults: The parameters of requests that do not give them.
         takes: Names of the values of earlier parts.
         gives: Names of the values for later parts, with one of a token.
         constants: The other tensors.
@@ -61,80 +62,103 @@ class ProgramPart:
     name: str
     graph: torch.fx.GraphModule
     parameters: tuple[str, ...]
+    defaults: Mapping[str, torch.Tensor]
     takes: tuple[str, ...]
     gives: Mapping[str, torch.Tensor]
     constants: Sequence[torch.Tensor]
 
-    def to(self, device: torch.device) -> ProgramPart:
-        """Return the same with its constants on ``device``."""
-        return replace(self, constants=[constant.to(device) for constant in self.constants])
-
 
 @dataclass(frozen=True, eq=False)
 class GraphProgram:
-    """A program for the graph of an engine: its parts by location, and the parameters of requests that do not give them."""
+    """A program for the graph of an engine.
+
+    Attributes:
+        name: Its name.
+        job: The program as data.
+        segments: Its nodes by location.
+        defaults: The parameters of requests, float32 on the CPU.
+        fixed: Why other names of the block are no parameters.
+        digest: Equal for programs that do the same.
+    """
 
     name: str
-    parts: Mapping[str, ProgramPart]
-    values: Mapping[str, torch.Tensor]  # of the parameters, in the dtype of the graph
+    job: Job
+    segments: Sequence[Segment]
+    defaults: Mapping[str, torch.Tensor]
+    fixed: Mapping[str, str]
     digest: str
-    fixed: Mapping[str, str]  # why other names of the block are no parameters
 
     @classmethod
-    def of(cls, name: str, given: Any, hidden: int, dtype: torch.dtype) -> GraphProgram:
-        """Trace a program for a hidden state of ``hidden`` channels.
+    def of(cls, name: str, given: Any) -> GraphProgram:
+        """Return the program that a user gives.
 
         Args:
             name: Its name.
             given: A :class:`nnsight.Program` or a file of one; in a tuple with the names of its parameters. By default its parameters are
                 its named inputs with at most one dimension.
-            hidden: Number of channels.
-            dtype: Of the hidden state.
 
         Raises:
             TypeError: If it is something else, or has no such input.
-            ValueError: If it cannot be in the graph.
+            ValueError: If it has something that cannot be in the graph.
         """
         program, names = _program_of(name, given)
         job = program._job
-        found = _checked_segments(name, job)
-        values = {key: value.detach().to(_dtype_of(value, dtype)) for key, value in job.tensors.items()}
-        run = _Run(job, found, values, names, hidden, dtype)
         try:
-            parts = run.parts(name)
-            run.check_rows()
-        except ValueError as error:
-            raise ValueError(f"programs={{{name!r}: ...}} cannot be in the graph of an engine: {error}") from error
-        text = "\n".join([name, *(f"{site}\n{part.graph.code}\n{part.takes}" for site, part in parts.items())])
-        content = [text.encode(), *(_bytes(value) for key, value in sorted(values.items()))]
-        return cls(name, parts, {key: values[key] for key in names}, hashlib.sha256(b"".join(content)).hexdigest(), program._fixed)
+            found = _segments(job)
+        except InvalidProgramError as error:
+            raise ValueError(_CANNOT.format(name=name, error=error)) from error
+        defaults = {key: job.tensors[key].detach().to("cpu", torch.float32) for key in names}
+        digest = hashlib.sha256(b"\n".join([name.encode(), *(key.encode() for key in names), program._meaning()])).hexdigest()
+        return cls(name, job, found, defaults, program._fixed, digest)
 
-    def tables_at(self, location: str) -> dict[str, torch.Tensor]:
-        """Return the parameters of the part at ``location``, with their defaults, in the order in which its graph takes them."""
-        part = self.parts[location]
-        return {name: self.values[name] for name in part.parameters}
+    @property
+    def modules(self) -> list[str]:
+        """The modules at whose outputs it has parts."""
+        return [module_of(segment.site) for segment in self.segments]
+
+    def parts(self, widths: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, ProgramPart]:
+        """Return the traced parts by location; ``widths`` are the numbers of channels there, of hidden states of ``dtype`` on ``device``.
+
+        Raises:
+            ValueError: If it cannot be traced, or looks at several positions.
+        """
+        run = _Run(self, widths, dtype, device)
+        try:
+            run.check_rows()
+            return run.parts()
+        except ValueError as error:
+            raise ValueError(_CANNOT.format(name=self.name, error=error)) from error
 
     def parameters(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return all parameters of a request that gives some; raise if one is unknown, or has another shape."""
-        unknown = [name for name in given if name not in self.values]
+        """Return all parameters of a request that gives some; raise ``ValueError`` if one is unknown, or has another shape."""
+        unknown = [name for name in given if name not in self.defaults]
         if unknown:
-            names = ", ".join(self.values) or "none"
+            names = ", ".join(self.defaults) or "none"
             why = self.fixed.get(unknown[0], "no call of torch in the program uses a tensor or float of this name from outside")
             raise ValueError(f"steer({self.name!r}) has no parameter {unknown[0]!r}: {why}. Parameters of this program: {names}.")
         what = f"steer({self.name!r}, "
-        asked = {name: fitted(f"{what}{name}=...)", value, self.values[name].shape) for name, value in given.items()}
-        return {**{name: value.to("cpu", torch.float32) for name, value in self.values.items()}, **asked}
+        asked = {name: fitted(f"{what}{name}=...)", value, self.defaults[name].shape) for name, value in given.items()}
+        return {**self.defaults, **asked}
+
+
+_CANNOT = "programs={{{name!r}: ...}} cannot be in the graph of an engine: {error}"
+
+
+def module_of(location: str) -> str:
+    """Return the path of the module whose output is at ``location``, without the model."""
+    return location.removeprefix("model.").removesuffix(".output")
 
 
 class _Run:
     """The parts of a job, and how they are run for rows of tokens."""
 
-    def __init__(
-        self, job: Job, found: Sequence[Segment], values: Mapping[str, torch.Tensor], names: Sequence[str], hidden: int, dtype: torch.dtype
-    ) -> None:
-        self._job, self._segments, self._values, self._names = job, found, values, names
+    def __init__(self, program: GraphProgram, widths: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> None:
+        job, found = program.job, program.segments
+        self._name, self._names, self._segments = program.name, program.defaults, found
+        self._values = {key: value.detach().to(device, _dtype_of(value, dtype)) for key, value in job.tensors.items()}
         self._functions = [compiled_segment(job, segment, None) for segment in found]
-        self._sample = torch.randn(_ROWS, hidden, generator=torch.Generator().manual_seed(0)).to(dtype)
+        draw = torch.Generator().manual_seed(0)
+        self._samples = [torch.randn(_ROWS, widths[segment.site], generator=draw).to(device, dtype) for segment in found]
         used = [{number for _, node in segment.nodes for number, _ in references(node)} for segment in found]
         made = [{number for number, _ in segment.nodes} for segment in found]
         edited = {
@@ -158,7 +182,7 @@ class _Run:
         """Return what a part makes of ``hidden``, ``[positions, hidden]``."""
         return self._functions[at](hidden[None].clone(), None, state)[0]
 
-    def parts(self, name: str) -> dict[str, ProgramPart]:
+    def parts(self) -> dict[str, ProgramPart]:
         """Return the traced parts by location."""
         kept: dict[str, torch.Tensor] = {}  # values for later parts, of each row
         parts: dict[str, ProgramPart] = {}
@@ -179,15 +203,17 @@ class _Run:
             axes = (0,) * (1 + len(parameters) + len(takes)) + (None,) * len(constants)
             given = [self._values[tensors[place]].expand(_ROWS, *self._values[tensors[place]].shape) for place in parameters]
             given += [kept[key] for key in takes] + [self._values[tensors[place]] for place in constants]
-            called, where = torch.vmap(of_a_row, in_dims=axes), f"line {segment.nodes[0][1].get('line', '?')}"
-            graph, more, results = traced_on(called, [self._sample, *given], where)
-            if results[0].shape != self._sample.shape:
-                raise ValueError(f"{where} leaves {list(results[0].shape)} in the place of hidden states {list(self._sample.shape)}.")
+            called, sample = torch.vmap(of_a_row, in_dims=axes), self._samples[at]
+            graph, more, results = traced_on(called, [sample, *given], _line_of(segment))
+            if results[0].shape != sample.shape:
+                wrong = f"{list(results[0].shape[1:])} in the place of {list(sample.shape[1:])}"
+                raise ValueError(f"{_line_of(segment)} leaves {wrong} for each token at `{segment.site}`.")
             kept |= dict(zip(self._gives[at], results[1:], strict=True))
             gives = {key: kept[key][0] for key in self._gives[at]}
             others = [*(self._values[tensors[place]].detach() for place in constants), *more]
             asked = tuple(tensors[place] for place in parameters)
-            parts[segment.site] = ProgramPart(name, graph, asked, tuple(takes), gives, others)
+            defaults = {key: self._values[key] for key in asked}
+            parts[segment.site] = ProgramPart(self._name, graph, asked, defaults, tuple(takes), gives, others)
         return parts
 
     def check_rows(self) -> None:
@@ -196,33 +222,24 @@ class _Run:
         state, *alone = [{key: value.clone() for key, value in state.items()} for _ in range(1 + _ROWS)]
         with torch.no_grad():
             for at, segment in enumerate(self._segments):
-                together = self._row(at, self._sample, state)
-                found = [self._row(at, self._sample[row : row + 1], alone[row]) for row in range(_ROWS)]
-                each = torch.cat(found)
-                near = together.shape == each.shape and torch.allclose(
-                    together.float(), each.float(), rtol=1e-2, atol=1e-3 * float(together.abs().amax())
-                )
-                if not near:
+                sample = self._samples[at]
+                try:
+                    together = self._row(at, sample, state)
+                    each = torch.cat([self._row(at, sample[row : row + 1], alone[row]) for row in range(_ROWS)])
+                except Exception as error:
                     raise ValueError(
-                        f"line {segment.nodes[0][1].get('line', '?')} looks at several positions, or at one by its number. The rows of a "
-                        "step belong to different requests. Use taps, and a block."
+                        f"{_line_of(segment)} failed on a value {list(sample.shape)} at `{segment.site}`: {type(error).__name__}: {error}"
+                    ) from error
+                scale = float(together.abs().amax())
+                if together.shape != each.shape or not torch.allclose(together.float(), each.float(), rtol=1e-2, atol=1e-3 * scale):
+                    raise ValueError(
+                        f"{_line_of(segment)} looks at several positions, or at one by its number. The rows of a step belong to different "
+                        "requests. Use taps, and a block."
                     )
 
 
-def modules_of(programs: Mapping[str, Any]) -> list[str]:
-    """Return the modules at which ``programs`` have parts; errors are those of :meth:`GraphProgram.of`."""
-    found: dict[str, None] = {}
-    for name, given in programs.items():
-        for segment in _checked_segments(name, _program_of(name, given)[0]._job):
-            found[segment.site.removeprefix("model.").removesuffix(".output")] = None
-    return [*found]
-
-
-def _checked_segments(name: str, job: Job) -> Sequence[Segment]:
-    try:
-        return _segments(job)
-    except InvalidProgramError as error:
-        raise ValueError(f"programs={{{name!r}: ...}} cannot be in the graph of an engine: {error}") from error
+def _line_of(segment: Segment) -> str:
+    return f"line {segment.nodes[0][1].get('line', '?')}"
 
 
 def _program_of(name: str, given: Any) -> tuple[Program, list[str]]:
@@ -253,9 +270,9 @@ def _segments(job: Job) -> Sequence[Segment]:
         raise InvalidProgramError("it edits nothing.")
     sites = [segment.site for segment in found]
     for segment in found:
-        line = segment.nodes[0][1].get("line", "?")
+        line = _line_of(segment)
         if not segment.site.endswith(".output") or sites.count(segment.site) > 1:
-            raise InvalidProgramError(f"line {line} is at `{segment.site}`, and only outputs of modules can be edited, each of them once.")
+            raise InvalidProgramError(f"{line} is at `{segment.site}`, and only outputs of modules can be edited, each of them once.")
         for _, node in segment.nodes:
             line = node.get("line", "?")
             why = _OF_THE_MODEL.get(node["do"])
@@ -271,7 +288,3 @@ def _segments(job: Job) -> Sequence[Segment]:
 def _dtype_of(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of a tensor of a program beside hidden states of ``dtype``; a number keeps its precision."""
     return value.dtype if not value.is_floating_point() else dtype if value.dim() else torch.float32
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -166,9 +166,9 @@ def add_tables(module: Any, rows: torch.Tensor, slots: int, rank: int, hidden: i
 
 
 def add_call(
-    module: Any, part: EditFunction | ProgramPart, defaults: Mapping[str, torch.Tensor], slots: int, carried: dict[str, torch.Tensor]
+    module: Any, part: EditFunction | ProgramPart, slots: int, dtype: torch.dtype, carried: dict[str, torch.Tensor]
 ) -> None:
-    """Give ``module`` a part of a program, or a function, with tables of its ``defaults`` and users for ``slots`` edits.
+    """Give ``module`` a part of a program, or a function, with tables of its parameters and users for ``slots`` edits.
 
     ``carried`` are the values that parts have for later ones, by name; those that this one gives are added.
     """
@@ -178,16 +178,18 @@ def add_call(
     constants = [_table(part.name, f"{number}") for number in range(len(part.constants))]
     for name, constant in zip(constants, part.constants, strict=True):  # buffers are inputs of the graph
         module.register_buffer(name, constant, persistent=False)
-    for name, default in defaults.items():
-        module.register_buffer(_table(part.name, name), default.to(rows.device).repeat(slots + 1, *([1] * default.dim())), persistent=False)
-    names, takes, gives = (part.parameters, part.takes, part.gives) if isinstance(part, ProgramPart) else ([*defaults], (), {})
+    of_program = isinstance(part, ProgramPart)
+    for name, default in part.defaults.items():
+        value = default.to(rows.device, default.dtype if of_program else dtype)
+        module.register_buffer(_table(part.name, name), value.repeat(slots + 1, *([1] * value.dim())), persistent=False)
+    names, takes, gives = (part.parameters, part.takes, part.gives) if isinstance(part, ProgramPart) else ([*part.defaults], (), {})
     for name, like in gives.items():
         carried[name] = torch.zeros(len(rows), *like.shape, dtype=like.dtype, device=rows.device)
     for name in (*takes, *gives):
         module.register_buffer(_table(part.name, f"value_{name}"), carried[name], persistent=False)
     taken, given = ([_table(part.name, f"value_{name}") for name in names] for names in (takes, gives))
     module.nnsight_calls.append(GraphCall(part.graph, chosen, [_table(part.name, name) for name in names], taken, constants, given))
-    module.nnsight_parts[part.name] = [*defaults]
+    module.nnsight_parts[part.name] = [*part.defaults]
 
 
 def _table(function: str, parameter: str = "") -> str:

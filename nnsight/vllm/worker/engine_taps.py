@@ -26,9 +26,10 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
 from ..steering.graph_functions import registered
-from ..steering.graph_programs import is_layer
+from ..steering.graph_programs import is_layer, module_of
 from ..steering.tables import RowSlots, add_call, add_tables, steered
 from .kept_values import KeptValues, define, parsed, value_of
+from .spread import columns_of
 from .steps import EngineStep
 
 #: Name of the operation in vLLM's list of splitting operations.
@@ -156,21 +157,28 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
         if path in steered:
             add_tables(module, rows, layout.slots, layout.rank, hidden, dtype)
             for function in functions:
-                defaults = {name: value.to(dtype) for name, value in function.defaults.items()}
-                add_call(module, function, defaults, layout.slots, {})
+                add_call(module, function, layout.slots, dtype, {})
         base: Any = type(module)
         module.__class__ = _tapped(base)
     for program in programs:
         carried: dict[str, torch.Tensor] = {}
-        for location, part in program.parts.items():
-            module = modules[location.removeprefix("model.").removesuffix(".output")]
-            add_call(module, part.to(rows.device), program.tables_at(location), layout.slots, carried)
+        widths = {f"model.{path}.output": _width(path, modules[path], hidden) for path in program.modules}
+        for location, part in program.parts(widths, dtype, rows.device).items():
+            add_call(modules[module_of(location)], part, layout.slots, dtype, carried)
     for module in modules.values():
         module.nnsight_steers = module.nnsight_has_tables or bool(module.nnsight_calls)
     locations, captured = ([place for place in named if named[place] == found] for found in ("handoff", "capture"))
     tables = {f"model.{path}.output": module for path, module in modules.items() if module.nnsight_steers}
     edited = [f"model.{path}.output" for path in steered]
     return Tapped(locations, captured, KeptValues(), RowSlots(rows), edited, tables, layout.rank)
+
+
+def _width(path: str, module: Any, hidden: int) -> int:
+    """Return the number of channels of a module's output; raise ``ValueError`` if a device has a part of them only."""
+    width = int(getattr(module, "output_size", hidden))
+    if columns_of(module) is not None:
+        raise ValueError(f"programs=: `{path}` has a part of its {width} channels on each device, and a program needs all of them.")
+    return width
 
 
 @functools.cache

@@ -137,10 +137,9 @@ class RequestRun(Interleaver):
     def run_program(self, program: GraphProgram, parameters: Mapping[str, Any], start: int) -> None:
         """Run a program of the engine's graph for every token from ``start`` on; raise ``ValueError`` as :meth:`steer` does."""
         self._check_start()
-        values = program.parameters(parameters)
-        for location, part in program.parts.items():
-            asked = {program.name: {name: values[name] for name in part.parameters}}
-            self._add(location, Steering.of(self.limits.hidden, None, None, None, start, asked))
+        asked = {program.name: program.parameters(parameters)}
+        for path in program.modules:
+            self._add(f"model.{path}.output", Steering.of(self.limits.hidden, None, None, None, start, asked))
 
     def _check_start(self) -> None:
         if self.steps or self.begun:

@@ -106,7 +106,7 @@ class Spreads:
         from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
         kind = kind_of(module)
-        column = _columns(module)
+        column = columns_of(module)
         if column is not None:
             return [column] * count if side == "output" else []
         if kind is RowParallelLinear:
@@ -114,7 +114,7 @@ class Spreads:
             return [Spread(((int(module.input_size_per_partition), 1),))] * count if spread else []
         if not issubclass(kind, (Attention, RotaryEmbeddingBase)):
             return []
-        siblings = [_columns(child) for child in self._siblings(path)]
+        siblings = [columns_of(child) for child in self._siblings(path)]
         merged = next((found for found in siblings if found is not None and len(found.segments) == 3), None)
         if merged is None:
             return []
@@ -139,7 +139,7 @@ def _is_parallel(module: Any) -> bool:
     return module.tp_size > 1 and module.input_is_parallel
 
 
-def _columns(module: Any) -> Spread | None:
+def columns_of(module: Any) -> Spread | None:
     """Return how the output of ``module`` is spread if it is a column-parallel layer."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear
 

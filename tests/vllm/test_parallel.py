@@ -18,6 +18,7 @@ from nnsight.vllm import VLLM
 
 from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, adding, close, generated, plain, states, tokens
 from .test_graph_functions import autoencoder, features
+from .test_graph_programs import hooked, recorded
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
@@ -47,10 +48,13 @@ def alone(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module", params=[{}, COMPILED], ids=["everywhere", "compiled"])
-def model(folder: Path, alone: dict[str, torch.Tensor], request: pytest.FixtureRequest) -> Iterator[VLLM]:
+def model(
+    folder: Path, alone: dict[str, torch.Tensor], reference: LanguageModel, request: pytest.FixtureRequest
+) -> Iterator[VLLM]:
     """An engine with two devices, which stops everywhere; and compiled ones, with taps and tables, and with captures of split prompts."""
     gc.collect()
-    yield VLLM(folder, **OPTIONS, **request.param, tensor_parallel_size=2)
+    programs = {name: recorded(reference, name) for name in ("gated", "features")} if request.param is COMPILED else None
+    yield VLLM(folder, **OPTIONS, **request.param, programs=programs, tensor_parallel_size=2)
     gc.collect()
 
 
@@ -250,6 +254,19 @@ def test_edits_as_parameters(model: VLLM, reference: LanguageModel, vector: torc
         assert len({tuple(unsteered), tuple(once), tuple(twice)}) == 3
     place = "between modules" if model._layout is None else "in the compiled model, as parameters"
     assert tracer.report.tiers == ["beside", place, place, place]
+
+
+@compiled
+def test_programs_in_the_graph(model: VLLM, reference: LanguageModel) -> None:
+    results = []
+    asked: list[tuple[str, dict[str, Any]]] = [("gated", {}), ("features", {"gain": 3.0}), ("gated", {"alpha": 1.5})]
+    with model.trace(**GREEDY) as tracer:
+        for name, given in asked:
+            with tracer.invoke(PROMPTS[0]):
+                model.steer(name, **given)
+                results.append(tracer.result)
+    for (name, given), result in zip(asked, results, strict=True):
+        assert tokens(result) == generated(reference, result.prompt_token_ids, hooked(name, **given))
 
 
 @compiled

@@ -20,14 +20,14 @@ RAY_PIP = $(RAY_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 RAY_INSTALLED := $(RAY_VENV)/.installed
 
 # What vLLM's model runner V2 has to pass, as V1 does, and what is about V2 alone.
-V2_TESTS := $(patsubst %,tests/vllm/test_%.py,v2 traces overlapping graph_functions kept_values samples serving parallel)
+V2_TESTS := $(patsubst %,tests/vllm/test_%.py,v2 traces overlapping graph_functions graph_programs kept_values samples serving parallel)
 
 # An interpreter for them: Triton's kernels are interpreted, too.
 ON_V2 = VLLM_USE_V2_MODEL_RUNNER=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \
   PYTHONPATH="$(CURDIR)/tests/triton_on_cpu:$(CURDIR)" $(VLLM_VENV)/bin/python
 
 # What of V1 is run with every change.
-CI_TESTS := $(patsubst %,tests/vllm/test_%.py,traces kept_values graph_functions replay parallel)
+CI_TESTS := $(patsubst %,tests/vllm/test_%.py,traces kept_values graph_functions graph_programs replay parallel)
 
 .PHONY: help install demo test lint types pytest test-slow test-oldest test-vllm test-vllm-v2 test-vllm-ci test-ray bench clean
 .DEFAULT_GOAL := help

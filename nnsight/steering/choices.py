@@ -73,9 +73,7 @@ class Choice:
         if len(set(removed)) < len(removed):
             raise ValueError(f"{prefix}remove names a vector twice.")
         scales = _scales(prefix + "scale", given.get("scale", 1.0), len(names))
-        start = given.get("start", 0)
-        if not _is_natural(start):
-            raise ValueError(f"{prefix}start is a position, a number from 0, not {start!r}.")
+        start = start_of(parameters, prefix)
         layers = _layers(prefix + "layers", given.get("layers"))
         return cls(tuple(zip(names, scales, strict=True)), removed, layers, start, prefix)
 
@@ -114,6 +112,14 @@ class Choice:
         if any(layers != first for layers in found.values()):
             raise ValueError(f"{', '.join(map(repr, found))} have different layers: say with {self.prefix}layers which are meant.")
         return first
+
+
+def start_of(parameters: Mapping[str, Any], prefix: str = "") -> int:
+    """Return the first position that ``parameters`` ask for; raise ``ValueError`` if it is none."""
+    start = parameters.get(prefix + "start", 0)
+    if not _is_natural(start):
+        raise ValueError(f"{prefix}start is a position, a number from 0, not {start!r}.")
+    return int(start)
 
 
 def _is_natural(value: Any) -> bool:

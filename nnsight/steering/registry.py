@@ -15,6 +15,14 @@ from .formats import Directions, direction_of, order, parse_vector
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
+def named_file(option: str, given: str) -> tuple[str, str]:
+    """Return name and file of a value ``NAME=FILE`` of an ``option`` of a command; raise ``ValueError`` if it has no name."""
+    name, _, path = given.partition("=")
+    if not path:
+        raise ValueError(f"{option} {given}: say what the file is called, as in `{option} happy={given}`.")
+    return name, path
+
+
 class Vectors(Mapping[str, Directions]):
     """The vectors that requests name; ``hidden`` are the channels of the model's hidden state, ``None`` if they are not known yet."""
 
@@ -38,9 +46,7 @@ class Vectors(Mapping[str, Directions]):
 
     def load_named(self, given: str) -> str:
         """Register the vector that an option of a command names, ``NAME=FILE``, and return its name; raise as :meth:`load`."""
-        name, _, path = given.partition("=")
-        if not path:
-            raise ValueError(f"--vectors {given}: say what the file is called, as in `--vectors happy={given}`.")
+        name, path = named_file("--vectors", given)
         return self.load(path, name)
 
     def add(self, name: str, value: torch.Tensor | Mapping[int, torch.Tensor]) -> str:

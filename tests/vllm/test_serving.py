@@ -24,6 +24,7 @@ from nnsight.cli import main
 from nnsight.vllm import VLLM
 
 from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, ROOT, adding, generated, tokens
+from .test_graph_programs import OTHER, hooked, recorded
 from .test_traces import without
 from .test_vectors import gguf
 
@@ -131,10 +132,16 @@ def serving(folder: Path, log: Path, *options: Any) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(
+    folder: Path, reference: LanguageModel, files: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     options = ["--slots", 3, "--enable-prompt-tokens-details", "--chat-template", template]
     options += ["--vectors", *(f"{name}={path}" for name, path in files.items())]
+    options += ["--programs"]
+    for name in ("push", "features"):
+        recorded(reference, name).save(files["happy"].parent / f"{name}.program")
+        options.append(f"{name}={files['happy'].parent / name}.program")
     with serving(folder, tmp_path_factory.mktemp("server") / "log.txt", *options) as server:
         yield server
 
@@ -188,6 +195,22 @@ def test_steered_answers_are_those_of_transformers_and_of_the_engine_here(
         assert found == generated(reference, ids, edits) == tokens(here), chosen
         different += found != unsteered
     assert different >= len(cases) - 1  # a direction that is removed need not change the words
+
+
+def test_programs_are_asked_for_by_name(server: Server, offline: VLLM, reference: LanguageModel) -> None:
+    ids = offline.tokenizer(PROMPTS[0])["input_ids"]
+    for name, given in (("push", {"alpha": 9.0}), ("push", {"alpha": 5.0, "direction": OTHER}), ("features", {"gain": 3.0}), ("push", {})):
+        sent = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+        xargs = {"nnsight_program": name, **{f"nnsight_program_{key}": value for key, value in sent.items()}}
+        assert server.tokens(PROMPTS[0], xargs) == generated(reference, ids, hooked(name, **given))
+    both = {"nnsight_program": "features", "nnsight_vector": "any", "nnsight_layers": "2", "nnsight_scale": 2.0}
+    assert server.tokens(PROMPTS[0], both) == generated(reference, ids, {**hooked("features"), 2: adding(2 * ANY)})
+    assert "The programs are: push, features" in server.refusal({"nnsight_program": "pull"})
+    assert "has no parameter 'beta'" in server.refusal({"nnsight_program": "push", "nnsight_program_beta": 1.0})
+    assert "is a number or a tensor" in server.refusal({"nnsight_program": "push", "nnsight_program_alpha": "much"})
+    assert "has shape" in server.refusal({"nnsight_program": "push", "nnsight_program_direction": [1.0, 2.0]})
+    _, listed = server.ask("GET", "/v1/nnsight/vectors")
+    assert listed["programs"][0] == {"name": "push", "parameters": {"alpha": [], "direction": [HIDDEN]}}
 
 
 def test_chats_streams_and_several_answers(server: Server, reference: LanguageModel, offline: VLLM) -> None:

@@ -14,13 +14,15 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from typing import Any
 
+import torch
 from prometheus_client import Counter, Gauge
 from vllm.exceptions import VLLMValidationError
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from ...steering.choices import PREFIX, Choice
+from ...steering.choices import PREFIX, Choice, start_of
 from ...steering.registry import Vectors
 from ..steering.entries import ENTRY, Entries, Lease
+from ..steering.graph_programs import GraphProgram
 from ..steering.tables import Steering, salt_of, steering_of
 from ..worker.engine_taps import Layout
 from ..worker.residual import places_of
@@ -31,6 +33,9 @@ Edits = Mapping[str, Steering]
 _STEERED = Counter("nnsight:steered_requests", "Requests that were sent to the engine steered.")
 _REFUSED = Counter("nnsight:refused_requests", "Requests that could not be steered as they asked, and were refused.")
 _VECTORS = Gauge("nnsight:vectors_registered", "Vectors that requests can name.")
+
+#: Parameter of a request with the name of a program; behind it and an underscore, the name of a parameter of the program.
+_PROGRAM = PREFIX + "program"
 
 #: How many different edits are kept ready, so that requests for them compute nothing.
 _KEPT = 128
@@ -50,8 +55,13 @@ def refused(message: str) -> VLLMValidationError:
 class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does not know its base
     """An engine client that steers the requests which ask for it. Call :meth:`prepare` first."""
 
-    async def prepare(self, vectors: Vectors) -> None:
-        """Ask the engine where it has tables, and steer with ``vectors``; raise ``ValueError`` if layers have no different numbers."""
+    async def prepare(self, vectors: Vectors, programs: Mapping[str, GraphProgram]) -> None:
+        """Ask the engine where it has tables, and steer with ``vectors``, and with the ``programs`` of its graph.
+
+        Raises:
+            ValueError: If layers have no different numbers.
+        """
+        self.programs = programs
         layout = Layout.described(self.vllm_config.additional_config["nnsight"])
         self.vectors = vectors
         self.places = places_of((await self.collective_rpc("nnsight_locations"))[0])
@@ -71,11 +81,34 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
         ours = {name: value for name, value in parameters.items() if is_ours(name)}
         if not ours:
             return None
+        of_program = {name: ours.pop(name) for name in list(ours) if name.startswith(_PROGRAM)}
         try:
-            choice = Choice.of(ours, PREFIX)
-            return *self.salted_edits(choice), choice.start
+            if not of_program:
+                choice = Choice.of(ours, PREFIX)
+                return *self.salted_edits(choice), choice.start
+            start = start_of(ours, PREFIX)
+            edits = self._program_edits(of_program, start)
+            if ours.keys() - {PREFIX + "start"}:
+                for location, steering in self.salted_edits(Choice.of(ours, PREFIX))[1].items():
+                    edits[location] = steering.plus(edits[location]) if location in edits else steering
+            return salt_of(edits), edits, start
         except ValueError as error:
             raise refused(str(error)) from error
+
+    def _program_edits(self, asked: Mapping[str, Any], start: int) -> dict[str, Steering]:
+        """Return the edits for the parameters of a request that begin with the name of that for a program."""
+        given = {name.removeprefix(_PROGRAM + "_"): value for name, value in asked.items() if name != _PROGRAM}
+        program = self.programs.get(asked.get(_PROGRAM, ""))
+        if program is None:
+            known = ", ".join(self.programs) or "none"
+            raise ValueError(f"{_PROGRAM} is the name of a program of this server, not {asked.get(_PROGRAM)!r}. The programs are: {known}.")
+        tensors = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in given.items()}
+        try:
+            edit = {program.name: program.parameters(tensors)}
+        except TypeError as error:
+            raise ValueError(str(error)) from error
+        hidden = self.vllm_config.model_config.get_hidden_size()
+        return {f"model.{path}.output": Steering.of(hidden, None, None, None, start, edit) for path in program.modules}
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """Send a request to the engine, steered if it asks for that; raise ``VLLMValidationError`` if that is not possible."""

@@ -1,6 +1,6 @@
 """``nnsight vllm serve``: vLLM's OpenAI-compatible server, with edits in the graph of the model.
 
-It takes the options of ``vllm serve`` and four of its own. Options that tables cannot work with are refused before the engine starts.
+It takes the options of ``vllm serve`` and five of its own. Options that tables cannot work with are refused before the engine starts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from vllm.logger import configure_logging_from_args
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from ...steering.registry import Vectors
+from ...steering.registry import Vectors, named_file
+from ..steering.graph_programs import GraphProgram
 from ..worker.engine_taps import Layout
 from ..worker.runner import check, choose_runner
 
@@ -28,7 +29,9 @@ WORKER = f"{__package__.rpartition('.')[0]}.worker.worker.ServingWorker"
 #: Options of vLLM that lead to another server, or another worker.
 _OTHER_SERVERS = ("worker_cls", "api_server_count", "headless", "grpc")
 
-_NOT_TOGETHER = "{} cannot be had together with --edits: one process has to know all tables, and each table the rows of a whole step."
+_NOT_TOGETHER = (
+    "{} cannot be had together with --edits or --programs: one process has to know all tables, and each table the rows of a whole step."
+)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -39,7 +42,7 @@ def main(arguments: Sequence[str]) -> None:
     choose_runner()
     parser = FlexibleArgumentParser(
         prog="nnsight vllm serve",
-        usage="nnsight vllm serve MODEL --edits PATTERN [PATTERN ...] [--vectors NAME=FILE ...] [options of vllm serve]",
+        usage="nnsight vllm serve MODEL [--edits PATTERN ...] [--vectors NAME=FILE ...] [--programs NAME=FILE ...] [options of vllm serve]",
         description="vLLM's OpenAI-compatible server, for requests that are steered (docs/vllm.md).",
     )
     own = parser.add_argument_group("steering")
@@ -47,23 +50,23 @@ def main(arguments: Sequence[str]) -> None:
     own.add_argument("--slots", type=int, default=16, help="how many different edits may run at a time (default: 16)")
     own.add_argument("--rank", type=int, default=1, help="how many directions each may remove (default: 1)")
     own.add_argument("--vectors", nargs="+", default=[], metavar="NAME=FILE", help="safetensors, or control vectors in GGUF")
+    own.add_argument("--programs", nargs="+", default=[], metavar="NAME=FILE", help="programs that requests can ask for")
     args: Any = make_arg_parser(parser).parse_args(list(arguments))
     configure_logging_from_args(args)
     validate_parsed_serve_args(args)
-    vectors = _prepare(args)
-    uvloop.run(_serve(args, vectors))
+    uvloop.run(_serve(args, *_prepare(args)))
 
 
-def _prepare(args: Any) -> Vectors:
-    """Put the options that edits need among vLLM's; return the vectors."""
+def _prepare(args: Any) -> tuple[Vectors, dict[str, GraphProgram]]:
+    """Put the options that edits need among vLLM's; return the vectors, and the programs by name."""
     if args.model_tag is not None:
         args.model = args.model_tag
     if args.model == "nnsight/demo":
         from ...modeling.language import _folder_or_name
 
         args.model, args.served_model_name = str(_folder_or_name(args.model)), args.served_model_name or ["nnsight/demo"]
-    if not args.edits:
-        raise ValueError("--edits is missing: say which layers can be steered, as in `--edits 'model.layers.*'`.")
+    if not args.edits and not args.programs:
+        raise ValueError("--edits is missing: say which layers can be steered, as in `--edits 'model.layers.*'`; or --programs.")
     if args.slots < 1 or args.rank < 0:
         raise ValueError("--slots is a number from 1, and --rank one from 0.")
     for name in _OTHER_SERVERS:
@@ -73,13 +76,17 @@ def _prepare(args: Any) -> Vectors:
     vectors = Vectors()
     for given in args.vectors:
         vectors.load_named(given)
+    files = dict(named_file("--programs", given) for given in args.programs)
+    programs = {name: GraphProgram.of(name, path) for name, path in files.items()}
+    modules = tuple(path for program in programs.values() for path in program.modules)
+    digests = tuple(program.digest for program in programs.values())
     args.worker_cls = WORKER
-    layout = Layout(edits=tuple(args.edits), slots=args.slots, rank=args.rank)
-    args.additional_config = {**(args.additional_config or {}), "nnsight": layout.description}
-    return vectors
+    layout = Layout(edits=tuple(args.edits or ()), slots=args.slots, rank=args.rank, programs=digests, programmed=modules)
+    args.additional_config = {**(args.additional_config or {}), "nnsight": layout.description, "nnsight_programs": files}
+    return vectors, programs
 
 
-async def _serve(args: Any, vectors: Vectors) -> None:
+async def _serve(args: Any, vectors: Vectors, programs: dict[str, GraphProgram]) -> None:
     """Run engine and server: vLLM's ``run_server`` with another client and more routes."""
     from .client import SteeringClient
     from .http import install
@@ -116,7 +123,7 @@ async def _serve(args: Any, vectors: Vectors) -> None:
         return app
 
     try:
-        await client.prepare(vectors)
+        await client.prepare(vectors, programs)
         await client.reset_mm_cache()
         with mock.patch.object(entry, "build_app", with_routes):
             stopped = await entry.build_and_serve(client, address, sock, args)

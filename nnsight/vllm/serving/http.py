@@ -36,11 +36,15 @@ def install(app: FastAPI) -> None:
 
 @router.get("")
 async def list_vectors(request: Request) -> dict[str, Any]:
-    """Return the vectors, the layers and the entries that requests can use."""
+    """Return the vectors, the programs, the layers and the entries that requests can use."""
     client: SteeringClient = request.app.state.engine_client
     return {
         "vectors": [{"name": name, "layers": client.vectors.layers(name)} for name in client.vectors],
         "layers": sorted(client.places),
+        "programs": [
+            {"name": name, "parameters": {key: list(value.shape) for key, value in program.defaults.items()}}
+            for name, program in client.programs.items()
+        ],
         "entries": {"count": client.entries.count, "in_use": client.entries.in_use},
     }
 

@@ -82,13 +82,16 @@ class Steering:
 
     def plus(self, other: Steering) -> Steering:
         """Return this and then ``other``, both at one layer; raise ``ValueError`` if they cannot be one edit."""
-        twice = self.functions.keys() & other.functions.keys()
-        if twice or self.rank or other.rank or self.gain.any() or other.gain.any() or self.start != other.start:
+        twice, edited = self.functions.keys() & other.functions.keys(), self.rank or self.gain.any()
+        adds = not (other.rank or other.gain.any())
+        if twice or not (adds or not (edited or self.add.any())) or self.start != other.start:
             raise ValueError(
-                "steer() was called twice for one layer of a request. Only additions from the same position can be joined: say "
-                "everything in one call, `steer(add=..., scale=..., remove=...)`. Different functions may be asked for in different calls."
+                "steer() was called twice for one layer of a request. Only additions from the same position can follow another edit: "
+                "say everything in one call, `steer(add=..., scale=..., remove=...)`. Different functions and programs may be asked for "
+                "in different calls."
             )
-        return Steering(self.add + other.add, self.gain, self.down, self.up, self.start, {**self.functions, **other.functions})
+        first = self if edited else other
+        return Steering(self.add + other.add, first.gain, first.down, first.up, self.start, {**self.functions, **other.functions})
 
 
 def _orthonormal(remove: Any, hidden: int) -> torch.Tensor:

@@ -14,6 +14,8 @@ from safetensors.torch import load, save
 from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
+from ..steering.graph_functions import register
+from ..steering.graph_programs import GraphProgram
 from ..steering.tables import TABLES, Steering, write
 from .engine_taps import Layout, tap
 from .hooks import stop
@@ -26,16 +28,28 @@ else:
 
 
 def packed(steering: Mapping[str, Steering]) -> bytes:
-    """Return edits without functions for :meth:`Worker.nnsight_write` of another process: a safetensors file, which is data only."""
+    """Return edits for :meth:`Worker.nnsight_write` of another process: a safetensors file, which is data only."""
     tensors = {f"{location}|{name}": getattr(found, name) for location, found in steering.items() for name in TABLES}
-    return save({key: tensor.contiguous() for key, tensor in tensors.items()})
+    for location, found in steering.items():
+        for program, parameters in found.functions.items():
+            tensors[f"{location}|{program}="] = torch.zeros(0)
+            tensors |= {f"{location}|{program}={name}": value for name, value in parameters.items()}
+    return save({key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()})  # none shares memory
 
 
 def unpacked(data: bytes) -> dict[str, Steering]:
     """Return the edits that :func:`packed` was given, without the first positions."""
     tensors: dict[str, Any] = load(data)
-    locations = dict.fromkeys(key.rpartition("|")[0] for key in tensors)
-    return {location: Steering(**{name: tensors[f"{location}|{name}"] for name in TABLES}) for location in locations}
+    found: dict[str, Steering] = {}
+    for location in dict.fromkeys(key.rpartition("|")[0] for key in tensors):
+        programs: dict[str, dict[str, torch.Tensor]] = {}
+        for key, value in tensors.items():
+            place, _, name = key.rpartition("|")
+            program, is_program, parameter = name.partition("=")
+            if place == location and is_program:
+                programs.setdefault(program, {}).update({parameter: value} if parameter else {})
+        found[location] = Steering(**{name: tensors[f"{location}|{name}"] for name in TABLES}, functions=programs)
+    return found
 
 
 class Worker(PlatformWorker):  # type: ignore[misc]
@@ -72,6 +86,14 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
 
 class ServingWorker(Worker):
-    """The worker of a server, where no block steers between modules."""
+    """The worker of a server, in another process, where no block steers between modules. It reads programs from their files."""
 
     always_tapped = True
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        files = self.vllm_config.additional_config["nnsight_programs"]
+        programs = [GraphProgram.of(name, path) for name, path in files.items()]  # held until they are found
+        found = set(map(register, programs))
+        if found != set(self._layout().programs):
+            raise ValueError("A file of --programs has changed since the server was started.")
+        super().load_model(*args, **kwargs)

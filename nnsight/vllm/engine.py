@@ -25,9 +25,10 @@ from .steering.entries import ENTRY, Entries, Lease
 from .steering.graph_functions import EditFunction, register
 from .steering.graph_programs import GraphProgram
 from .steering.tables import Steering, salt_of
-from .worker.engine_taps import HANDOFF, Layout
+from .worker.engine_taps import HANDOFF, Layout, tapped_modules, width_of
 from .worker.requests import RequestLimits
 from .worker.runner import SPECULATIVE, choose_runner
+from .worker.step_programs import StopProgram
 
 WORKER = f"{__package__}.worker.worker.Worker"
 
@@ -38,6 +39,10 @@ _DRAFTS = (
     f"The block waits for a value of the model, and this engine decodes speculatively: {SPECULATIVE}. Make the model without "
     "`speculative_config`; with it, a block may use `steer()` and `tracer.result`."
 )
+
+
+#: Most programs of requests that are kept traced.
+_MOST_PROGRAMS = 64
 
 
 class VLLMEngine:
@@ -84,6 +89,7 @@ class VLLMEngine:
         weakref.finalize(self, groups.shut_down, client.engine_core)
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._numbers = itertools.count()
+        self._stops: dict[str, StopProgram] = {}  # programs of requests, by digest, least recently used first
         self._lock = threading.RLock()
         self._running = False
         self.pending: dict[str, Request] = {}  # the requests in the engine, by their names there
@@ -93,10 +99,22 @@ class VLLMEngine:
         """What the engine can do."""
         hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
         if tapped is None:
-            return RequestLimits(hidden, functions=self._functions)
+            return RequestLimits(hidden, functions=self._functions, stops_of=self.stops_of)
         drafts = self.llm.llm_engine.vllm_config.speculative_config is not None
         locations, steered, captured = tuple(tapped.locations), tuple(tapped.steered), tuple(tapped.captured)
-        return RequestLimits(hidden, locations, steered, tapped.rank, captured, drafts, self._functions, self._programs)
+        return RequestLimits(hidden, locations, steered, tapped.rank, captured, drafts, self._functions, self._programs, self.stops_of)
+
+    def stops_of(self, program: GraphProgram) -> StopProgram:
+        """Return a program of a request, traced for the stops of this engine; raise ``ValueError`` if it cannot run there."""
+        known = self._stops.pop(program.digest, None)
+        if known is None:
+            config, modules = self.llm.llm_engine.model_config, tapped_modules(self._runner.get_model(), program.modules)
+            widths = {f"model.{path}.output": width_of(path, modules[path], config.get_hidden_size()) for path in program.modules}
+            known = StopProgram(program, program.parts(widths, config.dtype, self._runner.device))
+        self._stops[program.digest] = known
+        if len(self._stops) > _MOST_PROGRAMS:
+            del self._stops[next(iter(self._stops))]
+        return known
 
     def run(self, requests: Sequence[Request]) -> None:
         """Run ``requests`` until all have finished or failed. Errors of blocks stay with their runs; others raise ``ValueError``."""
@@ -140,8 +158,8 @@ class VLLMEngine:
         if run.touches_model:  # it has to see all of its own tokens, and shares no cached prefix
             request.prompt["cache_salt"] = name
             sampling.skip_reading_prefix_cache = True
-        elif run.steering:
-            request.prompt["cache_salt"] = salt_of(run.steering)
+        elif run.salt:
+            request.prompt["cache_salt"] = run.salt
         entry = None
         if run.steering and self._runner.tapped is not None:
             try:
@@ -159,7 +177,7 @@ class VLLMEngine:
             self._detach(request)
             raise
         self.pending[name] = request
-        if run.touches_model or run.steered_here:
+        if run.touches_model or run.steered_here or run.programs:
             self._runner.bookkeeping.add(request.internal, run)
 
     def _leased(self, steering: Mapping[str, Steering]) -> Lease:

@@ -16,6 +16,7 @@ from ..envoy.envoy import Envoy
 from ..modeling.forms import describe
 from ..modeling.language import _folder_or_name
 from ..modeling.mixins import MetaMixin
+from ..program.program import Program
 from ..runtime.uncompiled import leave_to_python
 from ..steering.choices import Choice
 from ..steering.registry import Vectors
@@ -243,7 +244,7 @@ class VLLM(MetaMixin):
 
     def steer(
         self,
-        vector: str | Sequence[str] | None = None,
+        vector: str | Sequence[str] | Program | None = None,
         *,
         scale: float | Sequence[float] = 1.0,
         remove: str | Sequence[str] | None = None,
@@ -254,7 +255,8 @@ class VLLM(MetaMixin):
         """Steer the request with vectors of :attr:`vectors`, at the top of a block; a server is asked for the same with ``vllm_xargs``.
 
         Args:
-            vector: Name of the vector that is added, or several names; or the name of a program that the engine was made with.
+            vector: Name of the vector that is added, or several names; or a program: the name of one that the engine was made with, or a
+                :class:`nnsight.Program`, which runs where the engine stops.
             scale: Its factor, or one for each.
             remove: Names of the vectors that are projected out before.
             layers: Numbers of layers, also as a text such as ``"2,5-8"``; by default all for which the vectors have directions.
@@ -267,12 +269,14 @@ class VLLM(MetaMixin):
         """
         run = running_request()
         program = run.limits.programs.get(vector) if isinstance(vector, str) else None
+        if isinstance(vector, Program):
+            program = GraphProgram.of("program", vector)
         if program is not None:
-            if vector in self.vectors:
+            if isinstance(vector, str) and vector in self.vectors:
                 raise ValueError(f"steer({vector!r}): a vector and a program have this name. Remove the vector, or rename one of them.")
             if scale != 1.0 or remove is not None or layers is not None:
                 known = ", ".join(program.defaults) or "none"
-                raise TypeError(f"steer({vector!r}): a program has `start` and its parameters only: {known}.")
+                raise TypeError(f"steer({program.name!r}): a program has `start` and its parameters only: {known}.")
             run.run_program(program, parameters, start)
             return
         if parameters:

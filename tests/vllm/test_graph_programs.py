@@ -14,7 +14,7 @@ from nnsight import LanguageModel, Program
 from nnsight.vllm import VLLM
 from nnsight.vllm.steering.graph_programs import GraphProgram, ProgramPart
 
-from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, Edits, generated, plain, tokens
+from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, Edits, close, generated, plain, states, tokens
 
 FEATURES = 16
 _draw = torch.Generator().manual_seed(5)
@@ -98,7 +98,7 @@ def test_parts_do_what_hooks_do(reference: LanguageModel, name: str) -> None:
                 hidden = torch.randn(rows, HIDDEN)
                 values = [asked[key].expand(rows, *asked[key].shape) for key in part.parameters]
                 before = hidden.clone()
-                new, *more = part.graph(hidden, *values, *(kept[key] for key in part.takes), *part.constants)
+                new, *more = part(hidden, *values, *(kept[key] for key in part.takes))
                 kept |= dict(zip(part.gives, more, strict=True))
                 expected = edits[location.removeprefix("model.").removesuffix(".output")](before[None])
                 torch.testing.assert_close(new, before if expected is None else expected[0])
@@ -118,7 +118,7 @@ def test_numbers_keep_their_precision_beside_other_dtypes(reference: LanguageMod
     assert {name: value.dtype for name, value in part.defaults.items()} == {"alpha": torch.float32, "direction": torch.bfloat16}
     hidden = torch.randn(3, HIDDEN, dtype=torch.bfloat16)
     given = [part.defaults[name].expand(3, *part.defaults[name].shape) for name in part.parameters]
-    [new] = part.graph(hidden, *given, *part.constants)
+    [new] = part(hidden, *given)
     assert new.dtype == torch.bfloat16 and not torch.equal(new, hidden)
 
 
@@ -254,6 +254,93 @@ def test_two_programs_and_edits_in_one_request(model: VLLM, reference: LanguageM
         result = tracer.result.save()
     both = {**hooked("clamped", bound=0.5), **hooked("push", alpha=9.0)}
     assert tokens(result) == generated(reference, result.prompt_token_ids, both)
+
+
+# -- programs of requests, where the engine stops -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["everywhere", "taps"])
+def stopping(folder: Path, request: Any) -> VLLM:
+    """Engines without programs: one that stops between all modules, and one that stops at taps."""
+    taps = {"taps": ["model.layers.*", "model.layers.*.mlp"]} if request.param == "taps" else {}
+    return VLLM(folder, **OPTIONS, **taps)
+
+
+@pytest.mark.vllm
+def test_programs_of_requests_run_without_python(stopping: VLLM, reference: LanguageModel) -> None:
+    """Random requests of a batch bring programs, with parameters of their own, and all of one program are one call at a stop."""
+    draw = random.Random(1)
+    programs = {name: recorded(reference, name) for name in NAMES}
+    chosen, results = [], {}
+    with stopping.trace(**GREEDY) as tracer:
+        for number in range(24):
+            name = draw.choice([None, *NAMES])
+            given = draw.choice(GIVEN[name]) if name else {}
+            ids, count = [draw.randrange(2, 512) for _ in range(draw.randrange(1, 30))], draw.randrange(1, 6)
+            chosen.append((name, given, ids, count))
+            with tracer.invoke({"prompt_token_ids": ids}, max_tokens=count):
+                if name:
+                    stopping.steer(programs[name], **given)
+                results[number] = tracer.result
+    for number, (name, given, ids, count) in enumerate(chosen):
+        expected = generated(reference, ids, hooked(name, **given) if name else None, count)
+        assert tokens(results[number]) == expected, (number, name, given)
+    tiers = {bool(name): tier for (name, *_), tier in zip(chosen, tracer.report.tiers, strict=True)}
+    assert tiers[True].endswith(", as programs") and tiers[False] == "beside"
+
+
+@pytest.mark.vllm
+def test_requests_with_one_program_are_one_call(stopping: VLLM, reference: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    run = ProgramPart.__call__
+
+    def counted(self: ProgramPart, hidden: torch.Tensor, *given: torch.Tensor) -> Any:
+        calls.append(len(hidden))
+        return run(self, hidden, *given)
+
+    monkeypatch.setattr(ProgramPart, "__call__", counted)
+    program = recorded(reference, "push")
+    with stopping.trace(**{**GREEDY, "max_tokens": 3}) as tracer:
+        for alpha in (1.0, 4.0, 9.0):
+            with tracer.invoke({"prompt_token_ids": [5, 6, 7]}):
+                stopping.steer(program, alpha=alpha, start=1)
+    assert calls == [6, 3, 3]
+
+
+@pytest.mark.vllm
+def test_a_block_sees_what_programs_have_left(stopping: VLLM, reference: LanguageModel) -> None:
+    """Several programs of one request run in the order of its block, and its reads come behind them."""
+    push, clamped = recorded(reference, "push"), recorded(reference, "clamped")
+    with stopping.trace(PROMPTS[0], **GREEDY) as tracer:
+        stopping.steer(push, alpha=9.0)
+        stopping.steer(push, alpha=-4.0)
+        stopping.steer(clamped, bound=0.5)
+        seen = stopping.model.layers[2].residual.save()
+        last = stopping.model.layers[3].residual.save()
+        result = tracer.result.save()
+    edits = {**hooked("push", alpha=5.0), **hooked("clamped", bound=0.5)}
+    expected = states(reference, result.prompt_token_ids, edits)
+    close(seen, expected[2])
+    torch.testing.assert_close(last, expected[3], rtol=0.0, atol=1e-4)
+    assert tokens(result) == generated(reference, result.prompt_token_ids, edits)
+
+
+@pytest.mark.vllm
+def test_prefixes_of_requests_with_programs_are_their_own(stopping: VLLM, reference: LanguageModel) -> None:
+    ids, push = [7 + number % 400 for number in range(40)], recorded(reference, "push")
+    for alpha in (9.0, None, 9.0, 4.0, None):
+        with stopping.trace({"prompt_token_ids": ids}, **GREEDY) as tracer:
+            if alpha is not None:
+                stopping.steer(push, alpha=alpha)
+            result = tracer.result.save()
+        assert tokens(result) == generated(reference, ids, None if alpha is None else hooked("push", alpha=alpha))
+
+
+@pytest.mark.vllm
+def test_a_compiled_engine_stops_at_its_taps_only(model: VLLM, reference: LanguageModel) -> None:
+    with pytest.raises(ValueError, match=r"`model.model.layers.1.mlp.output` is not tapped.*programs="):
+        with model.trace(PROMPTS[0], **GREEDY):
+            model.steer(recorded(reference, "features"))
 
 
 @pytest.mark.vllm

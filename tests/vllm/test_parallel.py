@@ -269,6 +269,19 @@ def test_programs_in_the_graph(model: VLLM, reference: LanguageModel) -> None:
         assert tokens(result) == generated(reference, result.prompt_token_ids, hooked(name, **given))
 
 
+@everywhere
+def test_programs_of_requests(model: VLLM, reference: LanguageModel) -> None:
+    results = []
+    asked: list[tuple[str, dict[str, Any]]] = [("gated", {}), ("features", {"gain": 3.0}), ("gated", {"alpha": 1.5})]
+    with model.trace(**GREEDY) as tracer:
+        for name, given in asked:
+            with tracer.invoke(PROMPTS[0]):
+                model.steer(recorded(reference, name), **given)
+                results.append(tracer.result)
+    for (name, given), result in zip(asked, results, strict=True):
+        assert tokens(result) == generated(reference, result.prompt_token_ids, hooked(name, **given))
+
+
 @compiled
 def test_functions_in_the_graph(model: VLLM, reference: LanguageModel, vector: torch.Tensor) -> None:
     """Both devices have the function, its tensors, and the parameters of each request."""

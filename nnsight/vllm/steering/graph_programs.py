@@ -67,6 +67,11 @@ class ProgramPart:
     gives: Mapping[str, torch.Tensor]
     constants: Sequence[torch.Tensor]
 
+    def __call__(self, hidden: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the new hidden states, and the values for later parts; ``given`` are the parameters, and the values that it takes."""
+        results: tuple[torch.Tensor, ...] = self.graph(hidden, *given, *self.constants)
+        return results
+
 
 @dataclass(frozen=True, eq=False)
 class GraphProgram:
@@ -102,6 +107,13 @@ class GraphProgram:
             ValueError: If it has something that cannot be in the graph.
         """
         program, names = _program_of(name, given)
+        known: dict[Any, GraphProgram] = vars(program).setdefault("_in_engines", {})
+        if (name, *names) not in known:
+            known[name, *names] = cls._made(name, program, names)
+        return known[name, *names]
+
+    @classmethod
+    def _made(cls, name: str, program: Program, names: list[str]) -> GraphProgram:
         job = program._job
         try:
             found = _segments(job)
@@ -141,7 +153,7 @@ class GraphProgram:
         return {**self.defaults, **asked}
 
 
-_CANNOT = "programs={{{name!r}: ...}} cannot be in the graph of an engine: {error}"
+_CANNOT = "The program {name!r} cannot run in an engine: {error}"
 
 
 def module_of(location: str) -> str:

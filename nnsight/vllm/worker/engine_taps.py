@@ -162,7 +162,7 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
         module.__class__ = _tapped(base)
     for program in programs:
         carried: dict[str, torch.Tensor] = {}
-        widths = {f"model.{path}.output": _width(path, modules[path], hidden) for path in program.modules}
+        widths = {f"model.{path}.output": width_of(path, modules[path], hidden) for path in program.modules}
         for location, part in program.parts(widths, dtype, rows.device).items():
             add_call(modules[module_of(location)], part, layout.slots, dtype, carried)
     for module in modules.values():
@@ -173,7 +173,7 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
     return Tapped(locations, captured, KeptValues(), RowSlots(rows), edited, tables, layout.rank)
 
 
-def _width(path: str, module: Any, hidden: int) -> int:
+def width_of(path: str, module: Any, hidden: int) -> int:
     """Return the number of channels of a module's output; raise ``ValueError`` if a device has a part of them only."""
     width = int(getattr(module, "output_size", hidden))
     if columns_of(module) is not None:

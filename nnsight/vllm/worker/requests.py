@@ -22,8 +22,9 @@ from ...runtime.interleaver import active_run
 from ...runtime.mediator import Mediator
 from ..steering.graph_functions import EditFunction
 from ..steering.graph_programs import GraphProgram
-from ..steering.tables import Steering
+from ..steering.tables import Steering, salt_of
 from .request_rows import RequestReplacements, RequestRows, RowView, place_of, read_only
+from .step_programs import ProgramUse, StopProgram
 
 #: Locations that belong to no module.
 LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
@@ -41,6 +42,7 @@ class RequestLimits:
     drafts: bool = False  # whether steps have drafts of tokens, some of which are thrown away again
     functions: Mapping[str, EditFunction] = field(default_factory=dict)  # in the graph, by name
     programs: Mapping[str, GraphProgram] = field(default_factory=dict)  # likewise
+    stops_of: Callable[[GraphProgram], StopProgram] | None = None  # makes a program of a request run where the engine stops
 
 
 class _NoSkips(dict[str, Any]):
@@ -79,6 +81,8 @@ class RequestRun(Interleaver):
         self.visited: dict[str, None] = {}  # locations at which a block was served, in order
         self.steering: dict[str, Steering] = {}  # edits of the hidden state at every token, by location
         self.steered_here = self.steering if limits.steered is None else {}  # those for which the engine stops
+        self.programs: list[ProgramUse] = []  # of its own, which run where the engine stops
+        self.stops: set[str] = set()  # where that is
         self.skips = _NoSkips()
         self.call_together: Callable[..., Any] | None = None  # calls a module on all devices, where they listen
         self.check_replacement = RequestReplacements(limits.captured)
@@ -108,14 +112,17 @@ class RequestRun(Interleaver):
     @property
     def tier(self) -> str:
         """How the blocks of the request run; ``"beside"`` is for those that need no value of the model."""
-        if not self.touches_model and not self.steering:
+        if not self.touches_model and not self.steering and not self.programs:
             return "beside"
+        where = "between modules" if self.limits.locations is None else "at taps of the compiled model"
+        if self.programs and not self.touches_model:
+            return f"{where}, as programs"
         if self.limits.locations is None:
-            return "between modules"
+            return where
         if not self.touches_model:
             return "in the compiled model, as parameters"
         captured = set(self.awaited).intersection(self.limits.captured)
-        return "behind the compiled model, on values captured in it" if captured else "at taps of the compiled model"
+        return "behind the compiled model, on values captured in it" if captured else where
 
     def steer(self, location: str, steering: Steering) -> None:
         """Do ``steering`` to every hidden state at ``location``; raise ``ValueError`` if it is too late, or not possible."""
@@ -135,11 +142,37 @@ class RequestRun(Interleaver):
         self._add(location, steering)
 
     def run_program(self, program: GraphProgram, parameters: Mapping[str, Any], start: int) -> None:
-        """Run a program of the engine's graph for every token from ``start`` on; raise ``ValueError`` as :meth:`steer` does."""
+        """Run a program for every token from ``start`` on: in the engine's graph, if it is there, else where the engine stops.
+
+        Raises:
+            ValueError: As :meth:`steer`; or if the engine does not stop where the program needs it.
+        """
         self._check_start()
-        asked = {program.name: program.parameters(parameters)}
+        asked = program.parameters(parameters)
+        edits = Steering.of(self.limits.hidden, None, None, None, start, {program.name: asked})
+        if self.limits.programs.get(program.name) is program:
+            for path in program.modules:
+                self._add(f"model.{path}.output", edits)
+            return
         for path in program.modules:
-            self._add(f"model.{path}.output", Steering.of(self.limits.hidden, None, None, None, start, asked))
+            location = f"model.{path}.output"
+            if self.limits.locations is not None and location not in self.limits.locations:
+                raise ValueError(
+                    f"steer(program): `{location}` is not tapped: this engine is compiled. Make the model with `taps=[..., {path!r}]`, or "
+                    "with the program in the graph, `programs={...}`."
+                )
+        assert self.limits.stops_of is not None
+        self.programs.append(ProgramUse(self.limits.stops_of(program), asked, start))
+        self.stops.update(self.programs[-1].stops.parts)
+
+    @property
+    def salt(self) -> str:
+        """The salt of cached prefixes: equal for requests that are edited alike, and for no others; empty for one without edits."""
+        edits = dict(self.steering)
+        for number, use in enumerate(self.programs):
+            asked = {use.stops.program.digest: use.parameters}
+            edits[f"program {number}"] = Steering.of(self.limits.hidden, None, None, None, use.start, asked)
+        return salt_of(edits) if edits else ""
 
     def _check_start(self) -> None:
         if self.steps or self.begun:
@@ -166,7 +199,9 @@ class RequestRun(Interleaver):
 
     def wants(self, location: str) -> bool:
         """Whether the next occurrence of ``location`` has something to do."""
-        return self.error is None and (location in self.steered_here or self.is_waited(location))
+        if self.error is not None:
+            return False
+        return location in self.steered_here or location in self.stops or self.is_waited(location)
 
     def meet(self, location: str, value: Any, rows: RequestRows) -> Any:
         """Let the blocks that wait at ``location`` work on their rows of ``value``; return it with their changes.

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 from ...runtime.interleaver import active_run
 from .request_rows import RequestRows, ordinary
 from .requests import RequestRun
+from .step_programs import StepPrograms
 
 
 class Part(NamedTuple):
@@ -36,6 +37,7 @@ class EngineStep:
         #: Parts of requests whose other tokens come in later steps. Followers have none; the leader tells them whether there are any.
         self.kept = [part for part in given if not part.ends]
         self.keeps = bool(self.kept)
+        self.programs = StepPrograms(part for part in given if part.run.programs)
         self.counts = _Counts(self.parts)
         self.waited: Any = _Waited(self.parts)
         self.offer = type(self).meet
@@ -44,6 +46,7 @@ class EngineStep:
     def again(self) -> Self:
         """Return this step for the next one, with the same rows one position further."""
         self._sampling = False
+        self.programs.begin()
         return self
 
     @property
@@ -61,6 +64,8 @@ class EngineStep:
             self.counts[location] = 1
             return value
         with ordinary():
+            if location in self.programs.locations:
+                value = self.programs.run(location, value)
             for run, tokens, request, _ in self.parts:
                 if run.error is None:
                     value = run.meet(location, value, request if self._sampling else tokens)
@@ -100,7 +105,7 @@ class _Waited:
 
     def __init__(self, parts: list[Part]) -> None:
         self._waited: list[Any] = [part.run.waited for part in parts]
-        self._waited += [part.run.steered_here for part in parts if part.run.steered_here]
+        self._waited += [found for part in parts for found in (part.run.steered_here, part.run.stops) if found]
 
     def __contains__(self, location: object) -> bool:
         for waited in self._waited:  # noqa: SIM110 - asked at every module, and a generator takes twice as long

@@ -25,10 +25,9 @@ from .steering.entries import ENTRY, Entries, Lease
 from .steering.graph_functions import EditFunction, register
 from .steering.graph_programs import GraphProgram
 from .steering.tables import Steering, salt_of
-from .worker.engine_taps import HANDOFF, Layout, tapped_modules, width_of
+from .worker.engine_taps import HANDOFF, Layout, ProgramsAtStops
 from .worker.requests import RequestLimits
 from .worker.runner import SPECULATIVE, choose_runner
-from .worker.step_programs import StopProgram
 
 WORKER = f"{__package__}.worker.worker.Worker"
 
@@ -39,10 +38,6 @@ _DRAFTS = (
     f"The block waits for a value of the model, and this engine decodes speculatively: {SPECULATIVE}. Make the model without "
     "`speculative_config`; with it, a block may use `steer()` and `tracer.result`."
 )
-
-
-#: Most programs of requests that are kept traced.
-_MOST_PROGRAMS = 64
 
 
 class VLLMEngine:
@@ -89,7 +84,7 @@ class VLLMEngine:
         weakref.finalize(self, groups.shut_down, client.engine_core)
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._numbers = itertools.count()
-        self._stops: dict[str, StopProgram] = {}  # programs of requests, by digest, least recently used first
+        self._stopping = ProgramsAtStops(self._runner, self.llm.llm_engine.model_config)
         self._lock = threading.RLock()
         self._running = False
         self.pending: dict[str, Request] = {}  # the requests in the engine, by their names there
@@ -99,22 +94,10 @@ class VLLMEngine:
         """What the engine can do."""
         hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
         if tapped is None:
-            return RequestLimits(hidden, functions=self._functions, stops_of=self.stops_of)
+            return RequestLimits(hidden, functions=self._functions, stopping=self._stopping)
         drafts = self.llm.llm_engine.vllm_config.speculative_config is not None
         locations, steered, captured = tuple(tapped.locations), tuple(tapped.steered), tuple(tapped.captured)
-        return RequestLimits(hidden, locations, steered, tapped.rank, captured, drafts, self._functions, self._programs, self.stops_of)
-
-    def stops_of(self, program: GraphProgram) -> StopProgram:
-        """Return a program of a request, traced for the stops of this engine; raise ``ValueError`` if it cannot run there."""
-        known = self._stops.pop(program.digest, None)
-        if known is None:
-            config, modules = self.llm.llm_engine.model_config, tapped_modules(self._runner.get_model(), program.modules)
-            widths = {f"model.{path}.output": width_of(path, modules[path], config.get_hidden_size()) for path in program.modules}
-            known = StopProgram(program, program.parts(widths, config.dtype, self._runner.device))
-        self._stops[program.digest] = known
-        if len(self._stops) > _MOST_PROGRAMS:
-            del self._stops[next(iter(self._stops))]
-        return known
+        return RequestLimits(hidden, locations, steered, tapped.rank, captured, drafts, self._functions, self._programs, self._stopping)
 
     def run(self, requests: Sequence[Request]) -> None:
         """Run ``requests`` until all have finished or failed. Errors of blocks stay with their runs; others raise ``ValueError``."""

@@ -26,10 +26,11 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
 from ..steering.graph_functions import registered
-from ..steering.graph_programs import is_layer, module_of
+from ..steering.graph_programs import GraphProgram, is_layer, module_of
 from ..steering.tables import RowSlots, add_call, add_tables, steered
 from .kept_values import KeptValues, define, parsed, value_of
 from .spread import columns_of
+from .step_programs import StopProgram
 from .steps import EngineStep
 
 #: Name of the operation in vLLM's list of splitting operations.
@@ -179,6 +180,30 @@ def width_of(path: str, module: Any, hidden: int) -> int:
     if columns_of(module) is not None:
         raise ValueError(f"programs=: `{path}` has a part of its {width} channels on each device, and a program needs all of them.")
     return width
+
+
+#: Most programs of requests that are kept traced.
+_MOST_PROGRAMS = 64
+
+
+class ProgramsAtStops:
+    """The programs that requests bring along to an engine with this model runner and configuration, traced for its stops."""
+
+    def __init__(self, runner: Any, config: Any) -> None:
+        self._runner, self._config = runner, config
+        self._known: dict[str, StopProgram] = {}  # by digest, least recently used first
+
+    def __call__(self, program: GraphProgram) -> StopProgram:
+        """Return a program for the stops; raise ``ValueError`` if it cannot run there."""
+        known = self._known.pop(program.digest, None)
+        if known is None:
+            modules, hidden = tapped_modules(self._runner.get_model(), program.modules), self._config.get_hidden_size()
+            widths = {f"model.{path}.output": width_of(path, modules[path], hidden) for path in program.modules}
+            known = StopProgram(program, program.parts(widths, self._config.dtype, self._runner.device))
+        self._known[program.digest] = known
+        if len(self._known) > _MOST_PROGRAMS:
+            del self._known[next(iter(self._known))]
+        return known
 
 
 @functools.cache

@@ -42,7 +42,7 @@ class RequestLimits:
     drafts: bool = False  # whether steps have drafts of tokens, some of which are thrown away again
     functions: Mapping[str, EditFunction] = field(default_factory=dict)  # in the graph, by name
     programs: Mapping[str, GraphProgram] = field(default_factory=dict)  # likewise
-    stops_of: Callable[[GraphProgram], StopProgram] | None = None  # makes a program of a request run where the engine stops
+    stopping: Callable[[GraphProgram], StopProgram] | None = None  # traces a program of a request
 
 
 class _NoSkips(dict[str, Any]):
@@ -161,8 +161,8 @@ class RequestRun(Interleaver):
                     f"steer(program): `{location}` is not tapped: this engine is compiled. Make the model with `taps=[..., {path!r}]`, or "
                     "with the program in the graph, `programs={...}`."
                 )
-        assert self.limits.stops_of is not None
-        self.programs.append(ProgramUse(self.limits.stops_of(program), asked, start))
+        assert self.limits.stopping is not None
+        self.programs.append(ProgramUse(self.limits.stopping(program), asked, start))
         self.stops.update(self.programs[-1].stops.parts)
 
     @property

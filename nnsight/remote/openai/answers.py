@@ -17,6 +17,7 @@ class Answer:
     Attributes:
         prompt: Token ids of the prompt.
         additions: How it is steered, by layer.
+        start: First position that is steered.
         tokens: Ids made so far, without that of an end.
         text: What may be shown of the text so far.
         reason: ``"stop"`` or ``"length"`` once it has ended, ``"cancelled"`` if nobody wants it any more.
@@ -31,25 +32,45 @@ class Answer:
         tokenizer: Any,
         tell: Callable[[], None],
         seed: int,
+        start: int = 0,
     ) -> None:
-        self.prompt, self.sampling, self.additions = prompt, sampling, additions
+        self.prompt, self.sampling, self.additions, self.start = prompt, sampling, additions, start
         self._tokenizer, self._tell = tokenizer, tell
         self.generator = torch.Generator().manual_seed(seed)
         self.tokens: list[int] = []
         self.text = ""
         self.reason: str | None = None
         self.error: Exception | None = None
+        self._ends: frozenset[int] = frozenset()
+        self._processors: Any = ()
+
+    def prepare(self, module: Any) -> None:
+        """Take from a model of transformers which tokens end a text, and what its ``generation_config`` asks for besides sampling."""
+        ends = module.generation_config.eos_token_id
+        self._ends = frozenset([ends] if isinstance(ends, int) else ends or [])
+        # As `generate` does it: there is no public way to the processors of a configuration.
+        length = len(self.prompt)
+        options = {"do_sample": False, "num_beams": 1, "max_length": length + self.sampling.max_tokens}
+        config = module._prepare_generation_config(None, **options)[0]
+        module._prepare_special_tokens(config, True, device=module.device)
+        ids = torch.tensor([self.prompt], device=module.device)
+        self._processors = module._get_logits_processor(config, length, ids, device=module.device, model_kwargs={})
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether its token is that of the largest logit, as the model gives them."""
+        return self.is_over or (self.sampling.is_greedy and not self._processors)
 
     @property
     def is_over(self) -> bool:
         """Whether it gets no more tokens."""
         return self.reason is not None or self.error is not None
 
-    def add(self, token: int, ends: frozenset[int]) -> None:
-        """Add a token; ``ends`` are those that end a text."""
+    def add(self, token: int) -> None:
+        """Add a token, unless it is over."""
         if self.is_over:
             return
-        if token in ends:
+        if token in self._ends:
             self._end("stop")
             return
         self.tokens.append(token)
@@ -92,6 +113,9 @@ class Answer:
         batch (Gumbel 1954; https://arxiv.org/abs/1611.01144).
         """
         sampling = self.sampling
+        if self._processors:
+            ids = torch.tensor([[*self.prompt, *self.tokens]], device=logits.device)
+            logits = self._processors(ids, logits[None])[0]
         if sampling.is_greedy:
             return logits
         logits = logits / sampling.temperature

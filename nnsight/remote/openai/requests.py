@@ -117,12 +117,9 @@ def _choice(extra: Any) -> Choice | None:
     if not isinstance(extra, dict):
         raise BadRequestError("`vllm_xargs` is an object, as in {\"nnsight_vector\": \"name\"}.", "vllm_xargs")
     try:
-        choice = Choice.of(extra, PREFIX)
+        return Choice.of(extra, PREFIX)
     except ValueError as error:
         raise BadRequestError(str(error), "vllm_xargs") from error
-    if choice.start:
-        raise BadRequestError(f"{PREFIX}start is not done here: all positions are steered.", "vllm_xargs")
-    return choice
 
 
 def _of_messages(messages: Any, tokenizer: Any) -> tuple[tuple[int, ...], ...]:

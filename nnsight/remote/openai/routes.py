@@ -69,9 +69,10 @@ class _Run:
         def tell() -> None:
             loop.call_soon_threadsafe(self._changed.set)
 
+        start = wanted.choice.start if wanted.choice else 0
         places = [(prompt, number) for prompt in wanted.prompts for number in range(wanted.count)]
         self.answers = [
-            Answer(prompt, wanted.sampling, additions, served.model.tokenizer, tell, first + number) for prompt, number in places
+            Answer(prompt, wanted.sampling, additions, served.model.tokenizer, tell, first + number, start) for prompt, number in places
         ]
         for answer in self.answers:
             served.generator.submit(answer)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import DynamicCache
 
 from ...modeling.language import LanguageModel
 from .answers import Answer
@@ -26,6 +25,9 @@ _log = logging.getLogger("nnsight.remote.server")
 
 #: What models call their cache, as an argument and in what they return.
 _CACHES = ("past_key_values", "cache", "cache_params")
+
+#: How far apart logits are, in parts of their norm, that are not of the same text: rounding in half precision is some percent.
+_FAR = 0.2
 
 
 class Generator:
@@ -42,7 +44,8 @@ class Generator:
         self._served, self._most, self._longest = ServedModel(model, at), most, longest
         self._takes = inspect.signature(self._module.forward).parameters.keys()
         self._cache_name = next((name for name in _CACHES if name in self._takes), "")
-        self._check()
+        self._sees_all = getattr(self._module, "_can_compile_fullgraph", False)  # whether it works with caches of a fixed size
+        self._check(model._compile_by_default)
         self._joined: JoinedCache | None = None
         self._waiting: queue.Queue[Answer] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="nnsight-openai", daemon=True)
@@ -53,33 +56,37 @@ class Generator:
         self._waiting.put(answer)
 
     @torch.no_grad()
-    def _check(self) -> None:
-        """Raise a ``ValueError`` if caches of the model cannot be joined: look at the cache of one token."""
-        name, why = type(self._module).__name__, ""
-        if getattr(self._module.config, "is_encoder_decoder", False) or not self._cache_name:
-            why = "it is an encoder and a decoder" if self._cache_name else "it takes no cache"
-        else:
-            cache = self._call(self._module, [[0]], [0], torch.ones(1, 1, dtype=torch.int64), None).get(self._cache_name)
-            why = "" if type(cache) is DynamicCache else f"its cache is of the kind {type(cache).__name__}"
+    def _check(self, compiled: bool) -> None:
+        """Raise a ``ValueError`` if the model does not compute in a joined cache what it computes alone: see it for two short texts."""
+        texts, joined = [[1, 2, 3, 4, 5, 6], [6, 5, 1]], None
         try:
-            if not why:
-                JoinedCache(cache, self._most, self._longest)
-        except ValueError as error:
-            why = str(error)
-        if why:
+            if getattr(self._module.config, "is_encoder_decoder", False) or not self._cache_name:
+                raise ValueError("it is an encoder and a decoder, or takes no cache")
+            for text in texts:
+                alone = self._call(self._module, [text[:-1]], [0], torch.ones(1, len(text) - 1)).get(self._cache_name)
+                joined = joined or JoinedCache(alone, 2, self._longest, self._sees_all)
+                joined.add(text, alone, len(text) - 1)
+            assert joined is not None
+            joined.make_room()
+            if compiled and joined.mask is not None and not self._sees_all:
+                raise ValueError("transformers does not compile it with a cache of a fixed size; serve it without --compile")
+            found = self._call(self._module, [text[-1:] for text in texts], joined.lengths, joined.mask, joined.cache).logits[:, -1]
+            due = torch.stack([self._call(self._module, [text], [0], torch.ones(1, len(text))).logits[0, -1] for text in texts])
+            if not (found - due).norm() < _FAR * (due - due.mean()).norm():
+                raise ValueError("it computes something else if the cache of a text is padded")
+        except Exception as error:  # whatever the model raises
             raise ValueError(
-                f"{name} cannot be served with --openai: {why}. What is served is decoders whose caches have keys and values, "
-                "or states of convolutions and linear attention, for each layer. Leave out --openai: programs are served."
-            )
+                f"{type(self._module).__name__} cannot be served with --openai: {error}. What is served is decoders whose caches have keys "
+                "and values, or states of convolutions and linear attention, for each layer. Without --openai, programs are served."
+            ) from error
 
-    def _call(self, model: Any, ids: Sequence[Sequence[int]], positions: Sequence[int], mask: torch.Tensor, cache: Any) -> Any:
+    def _call(self, model: Any, ids: Sequence[Sequence[int]], positions: Sequence[int], mask: Any, cache: Any = None) -> Any:
         """Call a model with ``ids``, ``[rows][tokens]``, whose first ones are at ``positions``."""
-        tokens = torch.tensor(ids, device=self._module.device)
+        tokens = torch.tensor(ids)
         places = torch.tensor(positions)[:, None] + torch.arange(tokens.shape[1])
-        given = {
-            "input_ids": tokens, "position_ids": places.to(tokens.device), "attention_mask": mask.to(tokens.device), "use_cache": True,
-            "logits_to_keep": 1, **({} if cache is None else {self._cache_name: cache}),
-        }  # fmt: skip
+        given: dict[str, Any] = {"input_ids": tokens, "position_ids": places, "attention_mask": None if mask is None else mask.long()}
+        given = {name: value if value is None else value.to(self._module.device) for name, value in given.items()}
+        given |= {"use_cache": True, "logits_to_keep": 1} | ({} if cache is None else {self._cache_name: cache})
         return model(**{name: value for name, value in given.items() if name in self._takes})
 
     def _work(self) -> None:
@@ -110,7 +117,7 @@ class Generator:
             answer.prepare(self._module)
             length = len(answer.prompt)
             model = self._served.of([answer], [0], is_prompt=True)
-            output = self._call(model, [answer.prompt], [0], torch.ones(1, length, dtype=torch.int64), None)
+            output = self._call(model, [answer.prompt], [0], torch.ones(1, length))
             self._choose([answer], output.logits)
         except Exception as error:
             _log.exception("an answer failed at its prompt")
@@ -120,7 +127,7 @@ class Generator:
         alone = output[self._cache_name]
         try:
             if joined is None:
-                joined = self._joined = JoinedCache(alone, self._most, self._longest)
+                joined = self._joined = JoinedCache(alone, self._most, self._longest, self._sees_all)
             joined.add(answer, alone, length)
         except Exception as error:
             answer.fail(error)

@@ -23,9 +23,7 @@ from typing import Any
 
 import torch
 from transformers import cache_utils
-from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
-
-from .answers import Answer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 #: Fewest slots.
 LEAST = 64
@@ -41,22 +39,28 @@ class JoinedCache:
         answers: The answer of each row, ``None`` where it is free.
         lengths: How many positions each row has; 0 where it is free.
         end: The slot of the next tokens.
-        mask: Where the rows have tokens, int64 ``[rows, slots]``.
         cache: What the model is called with.
     """
 
-    def __init__(self, alone: Any, most: int, longest: int) -> None:
-        """Make one without rows for caches like ``alone``; raise ``ValueError`` if such caches cannot be joined."""
-        layers = list(getattr(alone, "layers", ()))
-        self.cache = Cache(layers=[_emptied(layer) for layer in layers])
+    def __init__(self, alone: Any, most: int, longest: int, sees_all: bool) -> None:
+        """Make one without rows for caches like ``alone``; raise ``ValueError`` if such caches cannot be joined.
+
+        ``sees_all`` says whether the model gets all slots in each call, which compiled models need, or those that are used.
+        """
+        if type(alone) is not DynamicCache:
+            raise ValueError(f"its cache is of the kind {type(alone).__name__}")
+        kind = StaticLayer if sees_all else _UsedSlots
+        self.cache = Cache(layers=[_emptied(layer, kind) for layer in alone.layers])
+        self._sees_all = sees_all
         self._most, self._longest = most, longest
-        self.answers: list[Answer | None] = []
+        self.answers: list[Any] = []
         self.lengths: list[int] = []
         self.end = 0
-        device = next((holder[name].device for holder, name, _ in _tensors(layers)), None)
-        self.mask = torch.zeros(0, 0, dtype=torch.int64, device=device)
+        found = [holder[name].device for holder, name, has_slots in _tensors(self.cache.layers) if has_slots]
+        self._mask = torch.zeros(0, 0, dtype=torch.int64, device=found[0] if found else "cpu")
+        self._has_slots = bool(found)
 
-    def add(self, answer: Answer, alone: Any, length: int) -> None:
+    def add(self, answer: Any, alone: Any, length: int) -> None:
         """Let an answer join, whose first ``length`` positions have been computed into the cache ``alone``."""
         rows = len(self.answers)
         if None not in self.answers:
@@ -71,9 +75,16 @@ class JoinedCache:
                 target[:, self.end - source.shape[1] : self.end] = source  # with sliding windows there are the last positions only
             else:
                 target.copy_(source)
-        self.mask[row] = 0
-        self.mask[row, self.end - length : self.end] = 1
+        self._mask[row] = 0
+        self._mask[row, self.end - length : self.end] = 1
         self.answers[row], self.lengths[row] = answer, length
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """Where the rows have tokens, int64 ``[rows, slots]``; ``None`` if the model has no keys, and so no use for it."""
+        if not self._has_slots:
+            return None
+        return self._mask if self._sees_all else self._mask[:, : self.end + 1]
 
     def remove(self, row: int) -> None:
         """Free a row."""
@@ -84,9 +95,11 @@ class JoinedCache:
         rows, used = len(self.answers), sum(answer is not None for answer in self.answers)
         if 4 * used <= rows:
             self._lay(1 << (used - 1).bit_length(), 0)
-        elif self.end == self.mask.shape[1]:
+        elif self.end == self._mask.shape[1]:
             self._lay(rows, 0)
-        self.mask[:, self.end] = 1  # in free rows as well: no row may be masked entirely
+        self._mask[:, self.end] = 1  # in free rows as well: no row may be masked entirely
+        for layer in self.cache.layers if not self._sees_all else ():
+            layer.used = self.end + 1
 
     def advance(self) -> None:
         """Count the tokens that the model has been called with."""
@@ -111,7 +124,7 @@ class JoinedCache:
 
         for holder, name, has_slots in _tensors(self.cache.layers):
             holder[name] = moved(holder[name], 2 if has_slots else None)
-        self.mask = moved(self.mask, 1)
+        self._mask = moved(self._mask, 1)
         for layer in self.cache.layers:
             if isinstance(layer, StaticLayer):
                 layer.max_cache_len = slots
@@ -121,10 +134,24 @@ class JoinedCache:
         self.lengths, self.end = [*(self.lengths[row] for row in taken), *[0] * free], end
 
 
-def _emptied(layer: Any) -> Any:
-    """Return a layer without rows for what ``layer`` of a prompt's cache has."""
+class _UsedSlots(StaticLayer):  # type: ignore[misc]
+    """A layer of which the model sees what is used: some take the number of slots for the number of tokens."""
+
+    is_compileable = False
+    used = 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        return keys[:, :, : self.used], values[:, :, : self.used]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.used, 0
+
+
+def _emptied(layer: Any, kind: type[StaticLayer]) -> Any:
+    """Return a layer without rows for what ``layer`` of a prompt's cache has; ``kind`` is that of layers with keys."""
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
-        made: Any = StaticLayer(0)
+        made: Any = kind(0)
         if layer.keys is not None:
             made.lazy_initialization(layer.keys[:0], layer.values[:0])
         return made

@@ -40,7 +40,7 @@ class Served:
         self.layers = range(count_of(model, self.at))
         config = model._module.config.get_text_config()
         self.hidden = int(config.hidden_size)
-        self.longest = int(getattr(config, "max_position_embeddings", 0) or 2**20)
+        self.longest = int(getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0) or 2**20)
         vectors.fit(self.hidden)
         self.generator = Generator(model, self.at, together, self.longest)
         self.created = int(time.time())

@@ -24,7 +24,9 @@ from .answers import Answer
 class Steered:
     """A copy of ``model`` that steers ``rows`` rows at ``layers``, and removes ``rank`` directions from each; all are zeros at first."""
 
-    def __init__(self, model: LanguageModel, at: str, layers: Sequence[int], rows: int, rank: int, hidden: int) -> None:
+    def __init__(self, model: LanguageModel, at: str, layers: Sequence[int], rows: int, rank: int) -> None:
+        config: Any = model._module.config
+        hidden = config.get_text_config().hidden_size
         like = next(iter(model._module.parameters()))
         self.layers = layers
         self._set_for: list[Answer | None] = []
@@ -77,8 +79,8 @@ class ServedModel:
         for edit in model._edits:
             if not edit.block.is_same_at_each_step and _mentions_steps(edit):
                 raise ValueError(
-                    f"The edit at {edit.block.filename}:{edit.block.line} tells the steps of a generation apart. Answers at different steps "
-                    "share the calls of a served model: write `for _ in tracer.iter[:]:` around all of it, and do the same at each step."
+                    f"The edit at {edit.block.filename}:{edit.block.line} tells the steps of a generation apart, but answers at different "
+                    "steps share the calls of a served model: write `for _ in tracer.iter[:]:` around all of it, the same at each step."
                 )
         self._first, self._at = model, at
         self._later = model  # for the steps behind the prompt
@@ -105,8 +107,7 @@ class ServedModel:
         key = (model is not self._later, len(answers))
         steered = self._steered.get(key)
         if steered is None:
-            hidden = next(part.shape[-1] for addition in found for part in addition if part is not None)
-            steered = self._steered[key] = Steered(model, self._at, sorted(self._layers), len(answers), self._rank, hidden)
+            steered = self._steered[key] = Steered(model, self._at, sorted(self._layers), len(answers), self._rank)
         steered.set(answers, positions)
         return steered.model
 
@@ -114,6 +115,6 @@ class ServedModel:
 def _mentions_steps(edit: Edit) -> bool:
     """Whether a block chooses steps of a generation."""
     nodes = [node for statement in edit.block.body for node in ast.walk(statement)]
-    loops = [node.iter for node in nodes if isinstance(node, ast.For)] + [node.context_expr for node in nodes if isinstance(node, ast.withitem)]
-    over_all = any(isinstance(loop, ast.Call) and isinstance(loop.func, ast.Attribute) and loop.func.attr == "all" for loop in loops)
+    looped = [getattr(node, "context_expr", None) or getattr(node, "iter", None) for node in nodes]
+    over_all = any(isinstance(loop, ast.Call) and isinstance(loop.func, ast.Attribute) and loop.func.attr == "all" for loop in looped)
     return over_all or any(isinstance(node, ast.Attribute) and node.attr in ("iter", "next") for node in nodes)

@@ -114,6 +114,7 @@ def test_requests_that_are_steered_differently_share_batches(model: Any, vectors
         ({"nnsight_vector": "mood", "nnsight_scale": -2.0}, mood(vectors, -2.0)),
         ({"nnsight_remove": "other", "nnsight_layers": 4}, ablated),
         ({"nnsight_vector": "mood", "nnsight_remove": "other"}, both),
+        ({"nnsight_vector": "mood", "nnsight_start": 0}, mood(vectors, 1.0)),
     ]
     cases = [(prompt, extra, steer) for prompt in PROMPTS for extra, steer in asked]
     due = [alone(model, prompt, steer) for prompt, _, steer in cases]
@@ -225,7 +226,7 @@ def test_draws_have_the_probabilities_of_the_model(address: str, model: Any) -> 
         ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "joy"}}, 400, "no vector 'joy'"),
         ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "other"}}, 400, "nnsight_layers is missing"),
         ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "mood", "nnsight_layers": 9}}, 400, "Layer 9 cannot be steered"),
-        ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "mood", "nnsight_start": 2}}, 400, "nnsight_start is not done here"),
+        ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "mood", "nnsight_start": -2}}, 400, "nnsight_start is a position"),
         ({"prompt": "x", "nnsight_vector": "mood"}, 400, "`nnsight_vector` is unknown"),
     ],
 )
@@ -264,17 +265,16 @@ def test_a_batch_that_fails_fails_its_requests_alone(model: Any, vectors: Vector
     served = Served(demo_model(dispatch=True), vectors)
     door = OpenDoor()
     with in_background({}, tmp_path, door, more=openai_routes({"demo": served}, door)) as address:
-        generate = served.model.generate
 
-        def broken(**options: Any) -> Any:
+        def broken(*args: Any) -> Any:
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr(served.model, "generate", broken)
+        monkeypatch.setattr(served.generator, "_call", broken)
         answer = post(address, prompt=PROMPTS[0])
         assert answer.status_code == 500 and "out of memory" not in answer.text
         streamed = post(address, prompt=PROMPTS[0], stream=True).text
         assert "server_error" in streamed and "[DONE]" not in streamed
-        monkeypatch.setattr(served.model, "generate", generate)
+        monkeypatch.undo()
         assert post(address, prompt=PROMPTS[0], max_tokens=6).json()["choices"][0]["text"] == alone(model, PROMPTS[0])
 
 

@@ -87,7 +87,7 @@ class ServedModel:
         if not all(edit.block.is_same_at_each_step for edit in model._edits):
             self._later = model._edited_copy()
             self._later._edits[:] = [edit for edit in self._later._edits if edit.block.is_same_at_each_step]
-            if model._compile_by_default:
+            if model._compile_by_default and self._later._edits:
                 self._later.compile()
         self._steered: dict[tuple[bool, int], Steered] = {}  # by whether it has the edits of a prompt, and the number of rows
         self._layers: set[int] = set()  # those that were steered so far

@@ -186,7 +186,7 @@ def test_answers_that_join_and_leave_are_those_of_generate(name: str) -> None:
     ("config", "says"),
     [
         (transformers.FalconH1Config(**GROUPED, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8), "of the kind Linear"),
-        (transformers.RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2), "takes no cache"),
+        (transformers.RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2), "no decoder that generates with a cache"),
     ],
     ids=["falcon-h1", "rwkv"],
 )
@@ -199,7 +199,7 @@ def test_a_model_whose_cache_cannot_be_joined_is_refused_at_the_start(config: An
 def test_an_encoder_with_a_decoder_is_refused() -> None:
     config = transformers.T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=4, decoder_start_token_id=0)
     model = LanguageModel(transformers.T5ForConditionalGeneration(config).eval())
-    with pytest.raises(ValueError, match="it is an encoder and a decoder"):
+    with pytest.raises(ValueError, match="no decoder that generates with a cache"):
         Generator(model, "decoder.block", 4, 128)
 
 
@@ -281,7 +281,9 @@ def test_a_row_that_was_left_is_used_again(monkeypatch: pytest.MonkeyPatch) -> N
     module = made("llama")
     cases = [Case([number + 1, 3], 30, number) for number in range(9)]
     answers: list[Answer] = []
-    for number in range(6):  # these are cancelled at their third token
+    lost = {0: Addition(torch.full((32,), torch.inf), None)}
+    for number in range(6):  # these are cancelled at their third token, and leave keys that are no numbers
+        cases[number].additions = lost
         cases[number].tell = lambda number=number: answers[number].cancel() if len(answers[number].tokens) > 2 else None  # type: ignore[misc]
     make = Case.answer
     monkeypatch.setattr(Case, "answer", lambda case: answers.append(make(case)) or answers[-1])

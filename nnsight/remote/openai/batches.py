@@ -7,11 +7,12 @@ wait for one prompt, not for all. When none is left, the memory is released.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -114,15 +115,12 @@ class Generator:
             return
         if answer.is_over:
             return
-        try:
+        with _failing_alone(answer):
             answer.prepare(self._module)
             length = len(answer.prompt)
             model = self._served.of([answer], [0], is_prompt=True)
             output = self._call(model, [answer.prompt], [0], torch.ones(1, length))
             self._choose([answer], output.logits)
-        except Exception as error:
-            _log.exception("an answer failed at its prompt")
-            answer.fail(error)
         if answer.is_over:
             return
         alone = output[self._cache_name]
@@ -158,11 +156,19 @@ class Generator:
         scores = logits[:, -1].to(torch.float32, copy=True)
         for row, answer in enumerate(answers):
             if answer is not None and not answer.takes_likeliest:
-                try:
+                with _failing_alone(answer):
                     scores[row] = answer.chosen(scores[row])
-                except Exception as error:
-                    _log.exception("the choice of a token failed")
-                    answer.fail(error)
-        for answer, token in zip(answers, scores.argmax(-1).tolist(), strict=True):
+        for row, (answer, token) in enumerate(zip(answers, scores.argmax(-1).tolist(), strict=True)):
             if answer is not None:
-                answer.add(token)
+                with _failing_alone(answer):
+                    answer.add(token, logits[row, -1])
+
+
+@contextlib.contextmanager
+def _failing_alone(answer: Answer) -> Iterator[None]:
+    """Let an error be that of one answer."""
+    try:
+        yield
+    except Exception as error:
+        _log.exception("an answer failed")
+        answer.fail(error)

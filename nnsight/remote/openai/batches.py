@@ -62,7 +62,7 @@ class Generator:
         """Raise a ``ValueError`` if the model does not compute in a joined cache what it computes alone: see it for two short texts."""
         texts, joined = [[1, 2, 3, 4, 5, 6], [6, 5, 1]], None
         try:
-            if self._module.config.is_encoder_decoder or not self._cache_name or not hasattr(self._module, "generate"):
+            if getattr(self._module.config, "is_encoder_decoder", False) or not self._cache_name or not hasattr(self._module, "generate"):
                 raise ValueError("it is no decoder that generates with a cache")
             for text in texts:
                 alone = self._call(self._module, [text[:-1]], [0], torch.ones(1, len(text) - 1)).get(self._cache_name)

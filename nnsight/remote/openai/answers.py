@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ...steering.choices import Addition
 from .requests import Sampling
+
+
+class Logprob(NamedTuple):
+    """A token with the logarithm of its probability, the likeliest tokens with theirs, and where it begins in the text."""
+
+    text: str
+    value: float
+    likely: list[tuple[str, float]]
+    offset: int
 
 
 class Answer:
@@ -17,7 +26,9 @@ class Answer:
     Attributes:
         prompt: Token ids of the prompt.
         additions: How it is steered, by layer.
+        start: First position that is steered.
         tokens: Ids made so far, without that of an end.
+        logprobs: What is told of each of them, if that is asked for.
         text: What may be shown of the text so far.
         reason: ``"stop"`` or ``"length"`` once it has ended, ``"cancelled"`` if nobody wants it any more.
         error: What went wrong, if it has ended so.
@@ -31,27 +42,52 @@ class Answer:
         tokenizer: Any,
         tell: Callable[[], None],
         seed: int,
+        start: int = 0,
     ) -> None:
-        self.prompt, self.sampling, self.additions = prompt, sampling, additions
+        self.prompt, self.sampling, self.additions, self.start = prompt, sampling, additions, start
         self._tokenizer, self._tell = tokenizer, tell
         self.generator = torch.Generator().manual_seed(seed)
         self.tokens: list[int] = []
+        self.logprobs: list[Logprob] = []
         self.text = ""
         self.reason: str | None = None
         self.error: Exception | None = None
+        self._ends: frozenset[int] = frozenset()
+        self._processors: Any = ()
+
+    def prepare(self, module: Any) -> None:
+        """Take from a model of transformers which tokens end a text, and what its ``generation_config`` asks for besides sampling."""
+        ends = module.generation_config.eos_token_id
+        self._ends = frozenset([ends] if isinstance(ends, int) else ends or [])
+        # As `generate` does it: there is no public way to the processors of a configuration.
+        length = len(self.prompt)
+        options = {"do_sample": False, "num_beams": 1, "max_length": length + self.sampling.max_tokens}
+        config = module._prepare_generation_config(None, **options)[0]
+        module._prepare_special_tokens(config, True, device=module.device)
+        ids = torch.tensor([self.prompt], device=module.device)
+        self._processors = module._get_logits_processor(config, length, ids, device=module.device, model_kwargs={})
+
+    @property
+    def takes_likeliest(self) -> bool:
+        """Whether its token is that of the largest logit, as the model gives them."""
+        sampling = self.sampling
+        changes = bool(self._processors or sampling.presence or sampling.frequency or sampling.bias)
+        return self.is_over or (sampling.is_greedy and not changes)
 
     @property
     def is_over(self) -> bool:
         """Whether it gets no more tokens."""
         return self.reason is not None or self.error is not None
 
-    def add(self, token: int, ends: frozenset[int]) -> None:
-        """Add a token; ``ends`` are those that end a text."""
+    def add(self, token: int, logits: torch.Tensor) -> None:
+        """Add a token that was chosen from ``logits``, ``[vocabulary]``, those of the model; do nothing if it is over."""
         if self.is_over:
             return
-        if token in ends:
+        if token in self._ends:
             self._end("stop")
             return
+        if self.sampling.logprobs is not None:
+            self._note(token, logits.float().log_softmax(-1).clamp_min(-9999.0), self.sampling.logprobs)  # JSON has no infinity
         self.tokens.append(token)
         text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
         found = [place for place in (text.find(stop) for stop in self.sampling.stop) if place >= 0]
@@ -67,6 +103,12 @@ class Answer:
             if len(shown) > len(self.text):
                 self.text = shown
                 self._tell()
+
+    def _note(self, token: int, logs: torch.Tensor, count: int) -> None:
+        likely = zip(*(found.tolist() for found in logs.topk(min(count, len(logs)))), strict=True)
+        beside = [(self._tokenizer.decode([other]), value) for value, other in likely]
+        offset = self.logprobs[-1].offset + len(self.logprobs[-1].text) if self.logprobs else 0
+        self.logprobs.append(Logprob(self._tokenizer.decode([token]), logs[token].item(), beside, offset))
 
     def cancel(self) -> None:
         """End it, because nobody wants it any more."""
@@ -92,6 +134,14 @@ class Answer:
         batch (Gumbel 1954; https://arxiv.org/abs/1611.01144).
         """
         sampling = self.sampling
+        if self._processors:
+            ids = torch.tensor([[*self.prompt, *self.tokens]], device=logits.device)
+            logits = self._processors(ids, logits[None])[0]
+        if sampling.presence or sampling.frequency:
+            made, counts = torch.tensor(self.tokens, dtype=torch.int64, device=logits.device).unique(return_counts=True)
+            logits[made] -= sampling.presence + sampling.frequency * counts
+        for token, amount in sampling.bias:
+            logits[token] += amount
         if sampling.is_greedy:
             return logits
         logits = logits / sampling.temperature

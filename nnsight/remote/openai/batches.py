@@ -1,84 +1,55 @@
-"""Generates answers, several of them in one batch, each steered in its own way.
+"""Generates answers in one running batch, which they join and leave at any step, each steered in its own way.
 
-One thread generates. It takes what waits, up to a number of answers, pads the prompts on the left to one length, and runs ``generate`` of
-transformers. Each answer has its own way of choosing tokens, and its own end. Those that come meanwhile wait for the next batch.
-
-Directions are parameters of an edit, ``[batch, layers, hidden]``: each row of a batch has its own. The edit is the same at each step, so a
-compiled model runs no Python of it, and other directions compile nothing. Layers that were steered before are steered by zeros where nobody
-asks for them, and a batch of a compiled model has 1, 2, 4, ... rows, filled up with copies of the last one: so there are few kinds of
-batches, whatever is asked for.
+One thread generates. A new answer is computed alone up to its first token, then it joins: from there on each call of the model makes one
+token for each answer (:mod:`.joined` has their keys and values). Between two such steps one answer joins at most, so those that run
+wait for one prompt, not for all. When none is left, the memory is released.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import logging
 import queue
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ...modeling.language import LanguageModel
-from ...steering.layers import hidden_of, read, with_hidden, write
 from .answers import Answer
+from .joined import JoinedCache
+from .steered import ServedModel
 
 _log = logging.getLogger("nnsight.remote.server")
 
-#: How long the thread waits for further answers after the first one, in seconds.
-_GATHERING = 0.002
+#: What models call their cache, as an argument and in what they return.
+_CACHES = ("past_key_values", "cache", "cache_params")
 
-
-class Steered:
-    """A copy of ``model`` that steers ``rows`` rows at ``layers``, and removes ``rank`` directions from each; all are zeros at first."""
-
-    def __init__(self, model: LanguageModel, at: str, layers: Sequence[int], rows: int, rank: int, hidden: int) -> None:
-        like = next(iter(model._module.parameters()))
-        self.layers = layers
-        self.add = add = torch.zeros(rows, len(layers), hidden, dtype=like.dtype, device=like.device)
-        self.remove = remove = torch.zeros(rows, len(layers), rank, hidden, dtype=like.dtype, device=like.device)
-        paths = [f"{at}.{layer}" for layer in layers]
-        with model.edit() as (tracer, edited):
-            for _ in tracer.iter[:]:
-                for number, path in enumerate(paths):
-                    layer = edited.get(path)
-                    output = read(layer)
-                    state = hidden_of(output)
-                    if rank:
-                        basis = remove[:, number]
-                        state = state - (state @ basis.transpose(1, 2)) @ basis
-                    write(layer, with_hidden(output, state + add[:, number, None]))
-        if model._compile_by_default:
-            edited.compile()
-        self.model = edited
-
-    def set(self, answers: Sequence[Answer]) -> None:
-        """Take the directions of ``answers``, one for each row."""
-        self.add.zero_()
-        self.remove.zero_()
-        for row, answer in enumerate(answers):
-            for layer, addition in answer.additions.items():
-                place = self.layers.index(layer)
-                if addition.add is not None:
-                    self.add[row, place] = addition.add.to(self.add)
-                if addition.remove is not None:
-                    self.remove[row, place, : len(addition.remove)] = addition.remove.to(self.remove)
+#: How far apart logits are, in parts of their norm, that are not of the same text. Rounding in half precision is some percent, and more
+#: where it chooses experts.
+_FAR = 0.4
 
 
 class Generator:
     """Answers for one model, which belongs to this process.
 
     ``at`` is the path of its layers, ``most`` the rows of a batch, and ``longest`` how many positions a row may have.
+
+    Raises:
+        ValueError: If answers of the model cannot share a batch that they join at different steps.
     """
 
     def __init__(self, model: LanguageModel, at: str, most: int, longest: int) -> None:
-        self._model, self._at, self._most, self._longest = model, at, most, longest
-        self._held: Answer | None = None  # the next one, which did not fit into the batch before
+        self._module: Any = model._module
+        self._served, self._most, self._longest = ServedModel(model, at), most, longest
+        self._takes = inspect.signature(self._module.forward).parameters.keys()
+        self._cache_name = next((name for name in _CACHES if name in self._takes), "")
+        self._sees_all = getattr(self._module, "_can_compile_fullgraph", False)  # whether it works with caches of a fixed size
+        self._check(model._compile_by_default)
+        self._joined: JoinedCache | None = None
         self._waiting: queue.Queue[Answer] = queue.Queue()
-        self._steered: dict[int, Steered] = {}  # by the number of rows
-        self._layers: set[int] = set()  # those that were steered so far
-        self._rank = 0  # and how many directions were removed at most
         self._thread = threading.Thread(target=self._work, name="nnsight-openai", daemon=True)
         self._thread.start()
 
@@ -86,121 +57,118 @@ class Generator:
         """Let an answer be generated."""
         self._waiting.put(answer)
 
+    @torch.no_grad()
+    def _check(self, compiled: bool) -> None:
+        """Raise a ``ValueError`` if the model does not compute in a joined cache what it computes alone: see it for two short texts."""
+        texts, joined = [[1, 2, 3, 4, 5, 6], [6, 5, 1]], None
+        try:
+            if getattr(self._module.config, "is_encoder_decoder", False) or not self._cache_name or not hasattr(self._module, "generate"):
+                raise ValueError("it is no decoder that generates with a cache")
+            for text in texts:
+                alone = self._call(self._module, [text[:-1]], [0], torch.ones(1, len(text) - 1)).get(self._cache_name)
+                joined = joined or JoinedCache(alone, 2, self._longest, self._sees_all)
+                joined.add(text, alone, len(text) - 1)
+            assert joined is not None
+            joined.make_room()
+            if compiled and joined.mask is not None and not self._sees_all:
+                raise ValueError("transformers does not compile it with a cache of a fixed size; serve it without --compile")
+            found = self._call(self._module, [text[-1:] for text in texts], joined.lengths, joined.mask, joined.cache).logits[:, -1]
+            due = torch.stack([self._call(self._module, [text], [0], torch.ones(1, len(text))).logits[0, -1] for text in texts])
+            if not (found - due).float().norm() < _FAR * (due - due.mean()).float().norm():
+                raise ValueError("it computes something else if the cache of a text is padded")
+        except Exception as error:  # whatever the model raises
+            raise ValueError(
+                f"{type(self._module).__name__} cannot be served with --openai: {error}. What is served is decoders whose caches have keys "
+                "and values, or states of convolutions and linear attention, for each layer. Without --openai, programs are served."
+            ) from error
+
+    def _call(self, model: Any, ids: Sequence[Sequence[int]], positions: Sequence[int], mask: Any, cache: Any = None) -> Any:
+        """Call a model with ``ids``, ``[rows][tokens]``, whose first ones are at ``positions``."""
+        tokens = torch.tensor(ids)
+        places = torch.tensor(positions)[:, None] + torch.arange(tokens.shape[1])
+        given: dict[str, Any] = {"input_ids": tokens, "position_ids": places, "attention_mask": None if mask is None else mask.long()}
+        given = {name: value if value is None else value.to(self._module.device) for name, value in given.items()}
+        given |= {"use_cache": True, "logits_to_keep": 1} | ({} if cache is None else {self._cache_name: cache})
+        return model(**{name: value for name, value in given.items() if name in self._takes})
+
     def _work(self) -> None:
         while True:
-            answers, self._held = [self._held or self._waiting.get()], None
-            time.sleep(_GATHERING)
-            while len(answers) < self._most and self._held is None:
-                try:
-                    found = self._waiting.get_nowait()
-                except queue.Empty:
-                    break
-                if self._fit([*answers, found]):
-                    answers.append(found)
-                else:
-                    self._held = found
             try:
-                self._generate([answer for answer in answers if not answer.is_over])
+                self._admit()
+                self._step()
             except Exception as error:
-                _log.exception("a batch failed")
-                for answer in answers:
-                    answer.fail(error)
-
-    def _fit(self, answers: list[Answer]) -> bool:
-        """Whether no row gets more positions than it may have: those that have ended are computed up to the end of the batch."""
-        return max(len(answer.prompt) for answer in answers) + max(answer.sampling.max_tokens for answer in answers) <= self._longest
+                _log.exception("a step of a batch failed")
+                for answer in self._joined.answers if self._joined else ():
+                    if answer is not None:
+                        answer.fail(error)
+                self._joined = None
 
     @torch.no_grad()
-    def _generate(self, answers: list[Answer]) -> None:
-        if not answers:
+    def _admit(self) -> None:
+        """Let one answer join if there is room; wait for it if there is no other."""
+        joined = self._joined
+        if joined is not None and sum(answer is not None for answer in joined.answers) == self._most:
             return
-        model: Any = self._model
-        rows = list(answers)
-        if model._compile_by_default:
-            rows += [answers[-1]] * ((1 << (len(answers) - 1).bit_length()) - len(answers))
-        longest = max(len(answer.prompt) for answer in rows)
-        config = model._module.generation_config
-        ends = config.eos_token_id
-        known = frozenset([ends] if isinstance(ends, int) else ends or [])
-        pad = model._pad_id()
-        ids = torch.full((len(rows), longest), pad)
-        mask = torch.zeros_like(ids)
-        for row, answer in enumerate(rows):
-            ids[row, longest - len(answer.prompt) :] = torch.tensor(answer.prompt)
-            mask[row, longest - len(answer.prompt) :] = 1
-        options: dict[str, Any] = {"cache_implementation": "static"} if model._compile_by_default else {}
-        self._of(rows).generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=max(answer.sampling.max_tokens for answer in answers),
-            do_sample=False,
-            num_beams=1,
-            eos_token_id=None,  # each answer ends by itself
-            pad_token_id=pad,
-            streamer=_Tokens(answers, known),
-            logits_processor=[_Choosing(answers)],
-            stopping_criteria=[_Ending(answers, len(rows))],
-            **options,
-        )
-
-    def _of(self, rows: list[Answer]) -> Any:
-        """Return the model, steered as ``rows`` are."""
-        asked = {layer for answer in rows for layer in answer.additions}
-        if not asked:
-            return self._model
-        found = [addition for answer in rows for addition in answer.additions.values()]
-        rank = max(0 if addition.remove is None else len(addition.remove) for addition in found)
-        if not asked <= self._layers or rank > self._rank:
-            self._layers, self._rank = self._layers | asked, max(self._rank, rank)
-            self._steered.clear()
-        steered = self._steered.get(len(rows))
-        if steered is None:
-            hidden = next(part.shape[-1] for addition in found for part in addition if part is not None)
-            steered = Steered(self._model, self._at, sorted(self._layers), len(rows), self._rank, hidden)
-            self._steered[len(rows)] = steered
-        steered.set(rows)
-        return steered.model
-
-
-class _Tokens:
-    """Hands the tokens of a batch to its answers; a streamer of transformers."""
-
-    def __init__(self, answers: list[Answer], ends: frozenset[int]) -> None:
-        self._answers, self._ends, self._has_prompt = answers, ends, False
-
-    def put(self, value: torch.Tensor) -> None:
-        if not self._has_prompt:
-            self._has_prompt = True
+        try:
+            answer = self._waiting.get(block=joined is None)
+        except queue.Empty:
             return
-        for answer, token in zip(self._answers, value.tolist(), strict=False):  # behind them are rows that fill the batch
-            answer.add(token, self._ends)
+        if answer.is_over:
+            return
+        with _failing_alone(answer):
+            answer.prepare(self._module)
+            length = len(answer.prompt)
+            model = self._served.of([answer], [0], is_prompt=True)
+            output = self._call(model, [answer.prompt], [0], torch.ones(1, length))
+            self._choose([answer], output.logits)
+        if answer.is_over:
+            return
+        alone = output[self._cache_name]
+        try:
+            if joined is None:
+                joined = self._joined = JoinedCache(alone, self._most, self._longest, self._sees_all)
+            joined.add(answer, alone, length)
+        except Exception as error:
+            answer.fail(error)
+            raise
 
-    def end(self) -> None:
-        """Nothing is left to hand on."""
+    @torch.no_grad()
+    def _step(self) -> None:
+        """Make one token for each answer."""
+        joined = self._joined
+        if joined is None:
+            return
+        for row, answer in enumerate(joined.answers):
+            if answer is not None and answer.is_over:
+                joined.remove(row)
+        if not any(joined.lengths):
+            self._joined = None
+            return
+        joined.make_room()
+        model = self._served.of(joined.answers, joined.lengths, is_prompt=False)
+        last = [[answer.tokens[-1] if answer else 0] for answer in joined.answers]
+        output = self._call(model, last, joined.lengths, joined.mask, joined.cache)
+        joined.advance()
+        self._choose(joined.answers, output.logits)
+
+    def _choose(self, answers: Sequence[Answer | None], logits: torch.Tensor) -> None:
+        """Add a token to each answer, from ``logits``, ``[rows, tokens, vocabulary]``."""
+        scores = logits[:, -1].to(torch.float32, copy=True)
+        for row, answer in enumerate(answers):
+            if answer is not None and not answer.takes_likeliest:
+                with _failing_alone(answer):
+                    scores[row] = answer.chosen(scores[row])
+        for row, (answer, token) in enumerate(zip(answers, scores.argmax(-1).tolist(), strict=True)):
+            if answer is not None:
+                with _failing_alone(answer):
+                    answer.add(token, logits[row, -1])
 
 
-class _Choosing:
-    """Gives each row the logits whose largest one is the token that its answer draws; a logits processor of transformers."""
-
-    def __init__(self, answers: list[Answer]) -> None:
-        self._answers = answers
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if all(answer.sampling.is_greedy for answer in self._answers):
-            return scores
-        chosen = scores.float().clone()
-        for row, answer in enumerate(self._answers):
-            if not answer.is_over:
-                chosen[row] = answer.chosen(chosen[row])
-        return chosen
-
-
-class _Ending:
-    """Says which rows have ended; a stopping criterion of transformers."""
-
-    def __init__(self, answers: list[Answer], rows: int) -> None:
-        self._answers, self._rows = answers, rows
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        over = [answer.is_over for answer in self._answers]
-        return torch.tensor([*over, *[True] * (self._rows - len(over))], device=input_ids.device)
+@contextlib.contextmanager
+def _failing_alone(answer: Answer) -> Iterator[None]:
+    """Let an error be that of one answer."""
+    try:
+        yield
+    except Exception as error:
+        _log.exception("an answer failed")
+        answer.fail(error)

@@ -31,6 +31,10 @@ class Sampling:
     top_k: int  # 0 for all
     seed: int | None
     stop: tuple[str, ...]
+    presence: float = 0.0  # taken from the logits of tokens that were made already
+    frequency: float = 0.0  # likewise, times how often each was made
+    bias: tuple[tuple[int, float], ...] = ()  # added to the logits of tokens
+    logprobs: int | None = None  # how many of the likeliest tokens are told beside each one; ``None`` to tell nothing
 
     @property
     def is_greedy(self) -> bool:
@@ -53,18 +57,20 @@ class Wanted:
 
 #: Fields that ask for nothing if they have one of these values, and for something that is not done otherwise.
 _OFF: dict[str, tuple[Any, ...]] = {
-    "best_of": (None, 1), "echo": (None, False), "frequency_penalty": (None, 0), "logit_bias": (None, {}), "logprobs": (None, False),
-    "presence_penalty": (None, 0), "response_format": (None, {"type": "text"}), "suffix": (None, ""), "tools": (None, []),
-    "tool_choice": (None, "none", "auto"), "top_logprobs": (None, 0),
+    "best_of": (None, 1), "echo": (None, False), "response_format": (None, {"type": "text"}), "suffix": (None, ""), "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
 }  # fmt: skip
 
 #: Fields that have no meaning here.
 _IGNORED = frozenset({"metadata", "store", "user"})
 
-_KNOWN = frozenset("max_tokens model n seed stop stream stream_options temperature top_k top_p vllm_xargs".split())
+_KNOWN = frozenset(
+    "frequency_penalty logit_bias logprobs max_tokens model n presence_penalty seed stop stream stream_options temperature top_k top_p "
+    "vllm_xargs".split()
+)
 
-#: Most prompts and answers of a request, and texts to stop at.
-_MOST_ROWS, _MOST_STOPS = 64, 16
+#: Most prompts and answers of a request, texts to stop at, and likely tokens beside each one.
+_MOST_ROWS, _MOST_STOPS, _MOST_LOGPROBS = 64, 16, 20
 
 
 def parse(body: Any, chat: bool, tokenizer: Any, longest: int) -> Wanted:
@@ -75,7 +81,7 @@ def parse(body: Any, chat: bool, tokenizer: Any, longest: int) -> Wanted:
     """
     if not isinstance(body, dict):
         raise BadRequestError("The body is a JSON object.")
-    own = {"messages", "max_completion_tokens"} if chat else {"prompt"}
+    own = {"messages", "max_completion_tokens", "top_logprobs"} if chat else {"prompt"}
     for name, value in body.items():
         if name in _OFF:
             if value not in _OFF[name]:
@@ -101,6 +107,10 @@ def parse(body: Any, chat: bool, tokenizer: Any, longest: int) -> Wanted:
         max(_integer(body, "top_k", 0, -1, 2**31), 0),
         _integer(body, "seed", None, -(2**63), 2**63 - 1),
         _stops(body.get("stop")),
+        _number(body, "presence_penalty", 0.0, -2.0, 2.0),
+        _number(body, "frequency_penalty", 0.0, -2.0, 2.0),
+        _bias(body.get("logit_bias"), tokenizer),
+        _logprobs(body, chat),
     )
     options = body.get("stream_options") or {}
     if not isinstance(options, dict) or options.keys() - {"include_usage"}:
@@ -117,12 +127,9 @@ def _choice(extra: Any) -> Choice | None:
     if not isinstance(extra, dict):
         raise BadRequestError("`vllm_xargs` is an object, as in {\"nnsight_vector\": \"name\"}.", "vllm_xargs")
     try:
-        choice = Choice.of(extra, PREFIX)
+        return Choice.of(extra, PREFIX)
     except ValueError as error:
         raise BadRequestError(str(error), "vllm_xargs") from error
-    if choice.start:
-        raise BadRequestError(f"{PREFIX}start is not done here: all positions are steered.", "vllm_xargs")
-    return choice
 
 
 def _of_messages(messages: Any, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
@@ -166,6 +173,27 @@ def _stops(value: Any) -> tuple[str, ...]:
     if not isinstance(texts, list) or len(texts) > _MOST_STOPS or not all(isinstance(text, str) and text for text in texts):
         raise BadRequestError(f"`stop` is a text, or a list of at most {_MOST_STOPS}, none of them empty.", "stop")
     return tuple(texts)
+
+
+def _bias(value: Any, tokenizer: Any) -> tuple[tuple[int, float], ...]:
+    try:
+        found = tuple((int(token), float(amount)) for token, amount in (value or {}).items())
+    except (AttributeError, TypeError, ValueError):
+        found = ((-1, 0.0),)
+    if not all(_is_id(token, tokenizer) and abs(amount) <= 100 for token, amount in found):
+        raise BadRequestError("`logit_bias` is an object with token ids of this model, and numbers from -100 to 100.", "logit_bias")
+    return found
+
+
+def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
+    if not chat:
+        told: int | None = _integer(body, "logprobs", None, 0, _MOST_LOGPROBS)
+        return told
+    count: int = _integer(body, "top_logprobs", 0, 0, _MOST_LOGPROBS)
+    asked = body.get("logprobs")
+    if asked not in (None, False, True) or (count and not asked):
+        raise BadRequestError("`logprobs` is true or false in a chat, and `top_logprobs` is for those that ask for them.", "logprobs")
+    return count if asked else None
 
 
 def _integer(body: dict[str, Any], name: str, default: Any, least: int, most: int) -> Any:

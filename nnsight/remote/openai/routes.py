@@ -40,7 +40,7 @@ class Served:
         self.layers = range(count_of(model, self.at))
         config = model._module.config.get_text_config()
         self.hidden = int(config.hidden_size)
-        self.longest = int(getattr(config, "max_position_embeddings", 0) or 2**20)
+        self.longest = int(getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0) or 2**20)
         vectors.fit(self.hidden)
         self.generator = Generator(model, self.at, together, self.longest)
         self.created = int(time.time())
@@ -69,9 +69,10 @@ class _Run:
         def tell() -> None:
             loop.call_soon_threadsafe(self._changed.set)
 
+        start = wanted.choice.start if wanted.choice else 0
         places = [(prompt, number) for prompt in wanted.prompts for number in range(wanted.count)]
         self.answers = [
-            Answer(prompt, wanted.sampling, additions, served.model.tokenizer, tell, first + number) for prompt, number in places
+            Answer(prompt, wanted.sampling, additions, served.model.tokenizer, tell, first + number, start) for prompt, number in places
         ]
         for answer in self.answers:
             served.generator.submit(answer)
@@ -209,7 +210,24 @@ def _head(chat: bool, wanted: Wanted) -> dict[str, Any]:
 
 def _choice(chat: bool, index: int, answer: Answer) -> dict[str, Any]:
     content: dict[str, Any] = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": answer.text}
-    return {"index": index, **content, "logprobs": None, "finish_reason": answer.reason}
+    return {"index": index, **content, "logprobs": _logprobs(chat, answer, 0), "finish_reason": answer.reason}
+
+
+def _logprobs(chat: bool, answer: Answer, first: int) -> Any:
+    """Return the logarithms of probabilities of the tokens from ``first`` on, in the form of chats or of completions."""
+    if answer.sampling.logprobs is None:
+        return None
+    found = answer.logprobs[first:]
+    if not chat:
+        return {
+            "tokens": [one.text for one in found], "token_logprobs": [one.value for one in found],
+            "top_logprobs": [dict(one.likely) for one in found], "text_offset": [one.offset for one in found],
+        }  # fmt: skip
+
+    def entry(text: str, value: float) -> dict[str, Any]:
+        return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
+    return {"content": [{**entry(one.text, one.value), "top_logprobs": [entry(*other) for other in one.likely]} for one in found]}
 
 
 async def _events(run: _Run, chat: bool, head: dict[str, Any]) -> AsyncIterator[str]:
@@ -218,7 +236,7 @@ async def _events(run: _Run, chat: bool, head: dict[str, Any]) -> AsyncIterator[
     def event(choices: list[dict[str, Any]], **more: Any) -> str:
         return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
 
-    sent, ended = [0] * len(run.answers), [False] * len(run.answers)
+    sent, told, ended = [0] * len(run.answers), [0] * len(run.answers), [False] * len(run.answers)
     try:
         if chat:
             for index in range(len(run.answers)):
@@ -231,7 +249,9 @@ async def _events(run: _Run, chat: bool, head: dict[str, Any]) -> AsyncIterator[
                 sent[index] += len(text)
                 ended[index] = reason is not None
                 content: dict[str, Any] = {"delta": {"content": text} if text else {}} if chat else {"text": text}
-                yield event([{"index": index, **content, "logprobs": None, "finish_reason": reason}])
+                logprobs = _logprobs(chat, answer, told[index])
+                told[index] += len(logprobs.get("content", logprobs.get("tokens"))) if logprobs else 0
+                yield event([{"index": index, **content, "logprobs": logprobs, "finish_reason": reason}])
         if run.wanted.usage:
             yield event([], usage=run.usage())
         yield "data: [DONE]\n\n"

@@ -114,6 +114,7 @@ def test_requests_that_are_steered_differently_share_batches(model: Any, vectors
         ({"nnsight_vector": "mood", "nnsight_scale": -2.0}, mood(vectors, -2.0)),
         ({"nnsight_remove": "other", "nnsight_layers": 4}, ablated),
         ({"nnsight_vector": "mood", "nnsight_remove": "other"}, both),
+        ({"nnsight_vector": "mood", "nnsight_start": 500}, None),
     ]
     cases = [(prompt, extra, steer) for prompt in PROMPTS for extra, steer in asked]
     due = [alone(model, prompt, steer) for prompt, _, steer in cases]
@@ -207,11 +208,57 @@ def test_draws_have_the_probabilities_of_the_model(address: str, model: Any) -> 
         assert abs(share - due) < 0.12
 
 
+def test_logprobs_are_those_of_the_model(address: str, model: Any) -> None:
+    ids = model.tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
+    text = alone(model, PROMPTS[0], tokens=4)
+    with torch.no_grad():
+        whole = model._module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, pad_token_id=0)
+        logs = model._module(whole).logits[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+    due = [logs[place, token].item() for place, token in enumerate(whole[0, ids.shape[1] :].tolist())]
+    for stream in (False, True):
+        answer = post(address, prompt=PROMPTS[0], max_tokens=4, logprobs=3, stream=stream)
+        choices = [event["choices"][0] for event in events(answer)] if stream else answer.json()["choices"]
+        told = {name: [one for choice in choices for one in choice["logprobs"][name]] for name in choices[0]["logprobs"]}
+        assert "".join(told["tokens"]) == text
+        assert all(text[offset:].startswith(token) for offset, token in zip(told["text_offset"], told["tokens"], strict=True))
+        assert told["token_logprobs"] == pytest.approx(due, abs=1e-4)
+        assert [max(likely.values()) for likely in told["top_logprobs"]] == pytest.approx(logs.max(-1).values.tolist(), abs=1e-4)
+        assert all(len(likely) == 3 for likely in told["top_logprobs"])
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3, "logprobs": True, "top_logprobs": 2}
+    content = post(address, "chat/completions", **body).json()["choices"][0]["logprobs"]["content"]
+    assert [len(one["top_logprobs"]) for one in content] == [2] * 3
+    assert all(one["logprob"] == one["top_logprobs"][0]["logprob"] and bytes(one["bytes"]).decode() == one["token"] for one in content)
+
+
+def test_penalties_and_biases_change_the_logits(address: str, model: Any) -> None:
+    tokenizer = model.tokenizer
+    first = tokenizer.encode(alone(model, "The", tokens=1))[0]
+    without = post(address, prompt="The", max_tokens=1, logit_bias={str(first): -100}).json()["choices"][0]["text"]
+    assert without != tokenizer.decode([first])
+    assert post(address, prompt="The", max_tokens=5, logit_bias={"7": 100}).json()["choices"][0]["text"] == tokenizer.decode([7] * 5)
+    ids, made = tokenizer.encode("The"), []
+    for _ in range(12):
+        with torch.no_grad():
+            logits = model._module(torch.tensor([ids + made])).logits[0, -1]
+        for token in set(made):
+            logits[token] -= 1.5 + 2.0 * made.count(token)
+        made.append(int(logits.argmax()))
+    for extra in ([], PROMPTS):
+        answer = post(address, prompt=["The", *extra], max_tokens=12, presence_penalty=1.5, frequency_penalty=2.0).json()
+        assert answer["choices"][0]["text"] == tokenizer.decode(made)
+
+
 @pytest.mark.parametrize(
     ("body", "code", "says"),
     [
         ({"prompt": "x", "model": "gpt-5"}, 404, "not served here: there is demo"),
-        ({"prompt": "x", "logprobs": 3}, 400, "`logprobs` is not done here"),
+        ({"prompt": "x", "echo": True}, 400, "`echo` is not done here"),
+        ({"prompt": "x", "logprobs": True}, 400, "`logprobs` is an integer from 0 to 20"),
+        ({"prompt": "x", "top_logprobs": 2}, 400, "`top_logprobs` is unknown"),
+        ({"prompt": "x", "presence_penalty": 3}, 400, "`presence_penalty` is a number from -2 to 2"),
+        ({"prompt": "x", "logit_bias": {"99999": 1}}, 400, "token ids of this model"),
+        ({"prompt": "x", "logit_bias": {"7": "nan"}}, 400, "numbers from -100 to 100"),
+        ({"prompt": "x", "logit_bias": [7]}, 400, "`logit_bias` is an object"),
         ({"prompt": "x", "colour": 1}, 400, "`colour` is unknown"),
         ({"prompt": {"a": 1}}, 400, "`prompt` is a text"),
         ({"prompt": [[99999]]}, 400, "token ids of this model"),
@@ -225,7 +272,7 @@ def test_draws_have_the_probabilities_of_the_model(address: str, model: Any) -> 
         ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "joy"}}, 400, "no vector 'joy'"),
         ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "other"}}, 400, "nnsight_layers is missing"),
         ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "mood", "nnsight_layers": 9}}, 400, "Layer 9 cannot be steered"),
-        ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "mood", "nnsight_start": 2}}, 400, "nnsight_start is not done here"),
+        ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "mood", "nnsight_start": -2}}, 400, "nnsight_start is a position"),
         ({"prompt": "x", "nnsight_vector": "mood"}, 400, "`nnsight_vector` is unknown"),
     ],
 )
@@ -264,17 +311,16 @@ def test_a_batch_that_fails_fails_its_requests_alone(model: Any, vectors: Vector
     served = Served(demo_model(dispatch=True), vectors)
     door = OpenDoor()
     with in_background({}, tmp_path, door, more=openai_routes({"demo": served}, door)) as address:
-        generate = served.model.generate
 
-        def broken(**options: Any) -> Any:
+        def broken(*args: Any) -> Any:
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr(served.model, "generate", broken)
+        monkeypatch.setattr(served.generator, "_call", broken)
         answer = post(address, prompt=PROMPTS[0])
         assert answer.status_code == 500 and "out of memory" not in answer.text
         streamed = post(address, prompt=PROMPTS[0], stream=True).text
         assert "server_error" in streamed and "[DONE]" not in streamed
-        monkeypatch.setattr(served.model, "generate", generate)
+        monkeypatch.undo()
         assert post(address, prompt=PROMPTS[0], max_tokens=6).json()["choices"][0]["text"] == alone(model, PROMPTS[0])
 
 

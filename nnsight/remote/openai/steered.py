@@ -1,0 +1,120 @@
+"""The model of a server, as each of its calls needs it: with its edits, and steered as the answers of a batch are.
+
+Directions are parameters of an edit, ``[rows, layers, hidden]``: each row of a batch has its own. The edit is the same at each call, so a
+compiled model runs no Python of it, and other directions compile nothing. Layers that were steered before are steered by zeros where nobody
+asks for them. So there are few kinds of calls, whatever is asked for.
+
+An edit of the server that is no loop over the steps of a generation is for the first call of the model, which is that of the prompt.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...modeling.language import LanguageModel
+from ...runtime.editing import Edit
+from ...steering.layers import hidden_of, read, with_hidden, write
+from .answers import Answer
+
+
+class Steered:
+    """A copy of ``model`` that steers ``rows`` rows at ``layers``, and removes ``rank`` directions from each; all are zeros at first."""
+
+    def __init__(self, model: LanguageModel, at: str, layers: Sequence[int], rows: int, rank: int) -> None:
+        config: Any = model._module.config
+        hidden = config.get_text_config().hidden_size
+        like = next(iter(model._module.parameters()))
+        self.layers = layers
+        self._set_for: list[Answer | None] = []
+        self.add = add = torch.zeros(rows, len(layers), hidden, dtype=like.dtype, device=like.device)
+        self.remove = remove = torch.zeros(rows, len(layers), rank, hidden, dtype=like.dtype, device=like.device)
+        self.first = first = torch.zeros(rows, 1, 1, dtype=torch.int64, device=like.device)  # of the positions of a call that are steered
+        paths = [f"{at}.{layer}" for layer in layers]
+        with model.edit() as edited:
+            for number, path in enumerate(paths):
+                layer = edited.get(path)
+                output = read(layer)
+                state = hidden_of(output)
+                if not number:
+                    is_steered = torch.ones_like(state[..., :1], dtype=torch.int64).cumsum(-2) > first
+                changed = state
+                if rank:
+                    basis = remove[:, number]
+                    changed = state - (state @ basis.transpose(1, 2)) @ basis
+                write(layer, with_hidden(output, torch.where(is_steered, changed + add[:, number, None], state)))
+        if model._compile_by_default:
+            edited.compile()
+        self.model = edited
+
+    def set(self, answers: Sequence[Answer | None], positions: Sequence[int]) -> None:
+        """Steer each row as its answer is, in a call whose first token is at the row's position."""
+        starts = [max(answer.start - position, 0) if answer else 0 for answer, position in zip(answers, positions, strict=True)]
+        self.first.copy_(torch.tensor(starts)[:, None, None])
+        if self._set_for == answers:
+            return
+        self._set_for = list(answers)
+        self.add.zero_()
+        self.remove.zero_()
+        for row, answer in enumerate(answers):
+            for layer, addition in answer.additions.items() if answer else ():
+                place = self.layers.index(layer)
+                if addition.add is not None:
+                    self.add[row, place] = addition.add.to(self.add)
+                if addition.remove is not None:
+                    self.remove[row, place, : len(addition.remove)] = addition.remove.to(self.remove)
+
+
+class ServedModel:
+    """The copies of a model that calls need; ``at`` is the path of its layers.
+
+    Raises:
+        ValueError: If an edit of the model tells steps of a generation apart.
+    """
+
+    def __init__(self, model: LanguageModel, at: str) -> None:
+        for edit in model._edits:
+            if not edit.block.is_same_at_each_step and _mentions_steps(edit):
+                raise ValueError(
+                    f"The edit at {edit.block.filename}:{edit.block.line} tells the steps of a generation apart, but answers at different "
+                    "steps share the calls of a served model: write `for _ in tracer.iter[:]:` around all of it, the same at each step."
+                )
+        self._first, self._at = model, at
+        self._later = model  # for the steps behind the prompt
+        if not all(edit.block.is_same_at_each_step for edit in model._edits):
+            self._later = model._edited_copy()
+            self._later._edits[:] = [edit for edit in self._later._edits if edit.block.is_same_at_each_step]
+            if model._compile_by_default and self._later._edits:
+                self._later.compile()
+        self._steered: dict[tuple[bool, int], Steered] = {}  # by whether it has the edits of a prompt, and the number of rows
+        self._layers: set[int] = set()  # those that were steered so far
+        self._rank = 0  # and how many directions were removed at most
+
+    def of(self, answers: Sequence[Answer | None], positions: Sequence[int], is_prompt: bool) -> Any:
+        """Return the model for a call with these rows, whose first tokens are at ``positions``; free rows are ``None``."""
+        model = self._first if is_prompt else self._later
+        asked = {layer for answer in answers if answer for layer in answer.additions}
+        if not asked:
+            return model
+        found = [addition for answer in answers if answer for addition in answer.additions.values()]
+        rank = max(0 if addition.remove is None else len(addition.remove) for addition in found)
+        if not asked <= self._layers or rank > self._rank:
+            self._layers, self._rank = self._layers | asked, max(self._rank, rank)
+            self._steered.clear()
+        key = (model is not self._later, len(answers))
+        steered = self._steered.get(key)
+        if steered is None:
+            steered = self._steered[key] = Steered(model, self._at, sorted(self._layers), len(answers), self._rank)
+        steered.set(answers, positions)
+        return steered.model
+
+
+def _mentions_steps(edit: Edit) -> bool:
+    """Whether a block chooses steps of a generation."""
+    nodes = [node for statement in edit.block.body for node in ast.walk(statement)]
+    looped = [getattr(node, "context_expr", None) or getattr(node, "iter", None) for node in nodes]
+    over_all = any(isinstance(loop, ast.Call) and isinstance(loop.func, ast.Attribute) and loop.func.attr == "all" for loop in looped)
+    return over_all or any(isinstance(node, ast.Attribute) and node.attr in ("iter", "next") for node in nodes)

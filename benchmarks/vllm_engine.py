@@ -5,7 +5,8 @@ model; a Llama of that size, whose layers return a pair; or a tiny model, which 
 requests at once, all of the same length, greedily. Engines:
 
 * vLLM's own, compiled, and another of the same kind, whose ratio to the first says how far to trust the others; and vLLM's own, eager;
-* with tables for edits, taps, or captures at all layers in the compiled graph; with one tap, and one captured layer.
+* with tables for edits, taps, or captures at all layers in the compiled graph; with one tap, and one captured layer;
+* with programs in the graph: one at one layer, one at all layers, or four different ones at one layer.
 
 Rows are one of these:
 
@@ -14,6 +15,8 @@ Rows are one of these:
 * *vector*: every request steered, by a table, with one vector at one layer, or at all layers; and sixteen requests, each with its own;
 * *captured*: every request with a block that saves captured values, at one layer or at all, at every token; "one of all" reads one layer
   of an engine that captures all, at a cost between the two;
+* *program*: every request steered by a program of the graph, at one layer or at all layers; sixteen requests, with parameters of their
+  own, or with four programs; and by a program of the request, at a tap;
 * *handoff*: every request with a block that adds a vector at the tap, at every token. It has to be faster than vLLM's eager engine, which
   does nothing;
 * *Python in a step*: microseconds that this package needs to assign the rows of a step to eight requests.
@@ -57,7 +60,7 @@ import transformers
 from machine import machine_check
 from tqdm.auto import tqdm
 
-from nnsight import demo
+from nnsight import LanguageModel, Program, demo
 from nnsight.vllm import VLLM
 from nnsight.vllm.worker import hooks
 from nnsight.vllm.worker.bookkeeping import Bookkeeping
@@ -127,6 +130,28 @@ class Plain:
         self.engine = LLM(folder, **options)
 
 
+def recorded_programs(folder: str, shape: str) -> dict[str, Program]:
+    """Return programs for the engine: one that adds a direction at all layers, and four that each do something at the middle one."""
+    model = LanguageModel(folder)
+    layers, width = list(layers_of(model)), SHAPES[shape][1]
+    alpha, direction = 1.0, torch.randn(width, generator=torch.Generator().manual_seed(99)) / 10
+    middle = layers[len(layers) // 2]
+    with model.trace("Place", remote="program") as everywhere:
+        for layer in layers:
+            layer.output[:] += alpha * direction
+    with model.trace("Place", remote="program") as one:
+        middle.output[:] += alpha * direction
+    with model.trace("Place", remote="program") as scaled:
+        middle.output[:] *= alpha
+    with model.trace("Place", remote="program") as projected:
+        middle.output -= (middle.output @ direction).unsqueeze(-1) * direction
+    with model.trace("Place", remote="program") as gated:
+        along = (middle.output @ direction).unsqueeze(-1)
+        middle.output = torch.where(along > 0, middle.output + alpha * direction, middle.output)
+    found = {"everywhere": everywhere, "one": one, "scaled": scaled, "projected": projected, "gated": gated}
+    return {name: tracer.program for name, tracer in found.items()}
+
+
 def engine_makers(folder: str, shape: str) -> dict[str, Callable[[], Any]]:
     """Return what makes each engine, by name."""
     layers, _, _, path = SHAPES[shape]
@@ -135,6 +160,8 @@ def engine_makers(folder: str, shape: str) -> dict[str, Callable[[], Any]]:
     if torch.cuda.is_available():
         options["gpu_memory_utilization"] = 0.1  # of each; they are there at the same time
     everywhere, one = [f"{path}.*"], [f"{path}.{layers // 2}"]
+    programs = recorded_programs(folder, shape)
+    four = {name: program for name, program in programs.items() if name != "everywhere"}
     return {
         PLAIN: lambda: Plain(folder, **options),
         AGAIN: lambda: Plain(folder, **options),
@@ -143,6 +170,9 @@ def engine_makers(folder: str, shape: str) -> dict[str, Callable[[], Any]]:
         "taps": lambda: VLLM(folder, **options, taps=everywhere, dispatch=True),
         "captures": lambda: VLLM(folder, **options, captures=everywhere, dispatch=True),
         "one tap": lambda: VLLM(folder, **options, taps=one, dispatch=True),
+        "one program": lambda: VLLM(folder, **options, programs={"one": programs["one"]}, dispatch=True),
+        "program at all layers": lambda: VLLM(folder, **options, programs={"everywhere": programs["everywhere"]}, dispatch=True),
+        "four programs": lambda: VLLM(folder, **options, programs=four, dispatch=True),
         "one capture": lambda: VLLM(folder, **options, captures=one, dispatch=True),
     }
 
@@ -223,14 +253,24 @@ def editing(model: VLLM, sampling: dict[str, Any], vector: torch.Tensor, number:
                     layer.residual += vector
 
 
-def rows_of(shape: str, sampling: dict[str, Any]) -> list[Row]:
-    """Return what is measured on a shape."""
+def programmed(model: VLLM, sampling: dict[str, Any], programs: list[Any], parameters: list[dict[str, Any]], count: int = REQUESTS) -> None:
+    """Run requests with ``programs``, or their names, and ``parameters``, each in turn."""
+    with model.trace(**sampling) as tracer:
+        for number in range(count):
+            with tracer.invoke(PROMPTS[number]):
+                model.steer(programs[number % len(programs)], **parameters[number % len(parameters)])
+
+
+def rows_of(shape: str, sampling: dict[str, Any], of_requests: dict[str, Program]) -> list[Row]:
+    """Return what is measured on a shape; ``of_requests`` are the programs that requests bring along."""
     count, width, _, _ = SHAPES[shape]
     middle, everywhere = count // 2, list(range(count))
     vectors = [torch.randn(width, generator=torch.Generator().manual_seed(seed)) / 10 for seed in range(16)]
     idle = functools.partial(without_blocks, sampling=sampling)
     sixteen = functools.partial(without_blocks, sampling=sampling, count=16)
     first = vectors[:1]
+    own = [{"alpha": number / 8, "direction": vectors[number]} for number in range(16)]
+    four = ["one", "scaled", "projected", "gated"]
     return [
         Row(PLAIN, PLAIN, idle),
         Row(AGAIN, AGAIN, idle),
@@ -242,6 +282,13 @@ def rows_of(shape: str, sampling: dict[str, Any]) -> list[Row]:
         Row("vector at one layer", "tables", lambda model: steered(model, sampling, first, [middle]), 0.98),
         Row("vector at all layers", "tables", lambda model: steered(model, sampling, first, everywhere), 0.94),
         Row("16 vectors in one batch", "tables", lambda model: steered(model, sampling, vectors, [middle], 16), 0.97, SIXTEEN),
+        Row("idle: a program at one layer", "one program", idle, 0.99),
+        Row("idle: a program at all layers", "program at all layers", idle, 0.99),
+        Row("program at one layer", "one program", lambda model: programmed(model, sampling, ["one"], [{}]), 0.98),
+        Row("program at all layers", "program at all layers", lambda model: programmed(model, sampling, ["everywhere"], [{}]), 0.94),
+        Row("16 parameters of a program", "one program", lambda model: programmed(model, sampling, ["one"], own, 16), 0.97, SIXTEEN),
+        Row("4 programs in one batch", "four programs", lambda model: programmed(model, sampling, four, [{}], 16), 0.95, SIXTEEN),
+        Row("program of requests at a tap", "one tap", lambda model: programmed(model, sampling, [of_requests["one"]], own)),
         Row("captured: one layer", "one capture", lambda model: reading(model, sampling, [middle]), 0.97),
         Row("captured: one layer of all", "captures", lambda model: reading(model, sampling, [middle])),
         Row("captured: all layers", "captures", lambda model: reading(model, sampling, everywhere), 0.80),
@@ -351,7 +398,9 @@ def main() -> None:
     if arguments.quick:
         arguments.rounds, arguments.tokens = 1, 4
     sampling = {"temperature": 0.0, "max_tokens": arguments.tokens, "ignore_eos": True}
-    rows = rows_of(arguments.shape, sampling)
+    with tempfile.TemporaryDirectory() as folder:
+        programs = recorded_programs(save_model(arguments.shape, folder), arguments.shape)
+    rows = rows_of(arguments.shape, sampling, programs)
     chosen = [row for row in rows if arguments.only in row.name and row.engine not in {PLAIN, AGAIN, EAGER}]
     rows = [row for row in rows if row in chosen or row.name in {PLAIN, AGAIN} or row.name in {other.against for other in chosen}]
     with tempfile.TemporaryDirectory() as folder:

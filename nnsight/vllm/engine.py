@@ -167,7 +167,8 @@ class VLLMEngine:
         """Return a lease of an entry with the parameters of ``steering``; raise ``ValueError`` if none is free."""
         lease = self.entries.take(salt_of(steering))
         if not lease.entry.written:
-            self.llm.llm_engine.model_executor.collective_rpc("nnsight_write", args=(lease.entry.slot, steering))
+            asked = {location: found.parts for location, found in steering.items()}
+            self.llm.llm_engine.model_executor.collective_rpc("nnsight_write", args=(lease.entry.slot, asked))
             lease.entry.written = True
         return lease
 

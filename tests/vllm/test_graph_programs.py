@@ -12,7 +12,8 @@ import torch
 
 from nnsight import LanguageModel, Program
 from nnsight.vllm import VLLM
-from nnsight.vllm.steering.graph_programs import GraphProgram, ProgramPart
+from nnsight.vllm.steering.graph_parts import GraphPart
+from nnsight.vllm.steering.graph_programs import GraphProgram
 
 from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, Edits, close, generated, plain, states, tokens
 
@@ -79,7 +80,7 @@ GIVEN: dict[str, list[dict[str, Any]]] = {
 # -- without vLLM -----------------------------------------------------------------------------------------------------
 
 
-def parts_of(program: GraphProgram, dtype: torch.dtype = torch.float32) -> dict[str, ProgramPart]:
+def parts_of(program: GraphProgram, dtype: torch.dtype = torch.float32) -> dict[str, GraphPart]:
     widths = {f"model.{path}.output": HIDDEN for path in program.modules}
     return program.parts(widths, dtype, torch.device("cpu"))
 
@@ -99,7 +100,7 @@ def test_parts_do_what_hooks_do(reference: LanguageModel, name: str) -> None:
                 values = [asked[key].expand(rows, *asked[key].shape) for key in part.parameters]
                 before = hidden.clone()
                 new, *more = part(hidden, *values, *(kept[key] for key in part.takes))
-                kept |= dict(zip(part.gives, more, strict=True))
+                kept |= dict(zip(part.gives or (), more, strict=True))
                 expected = edits[location.removeprefix("model.").removesuffix(".output")](before[None])
                 torch.testing.assert_close(new, before if expected is None else expected[0])
                 assert torch.equal(hidden, before)
@@ -292,13 +293,13 @@ def test_programs_of_requests_run_without_python(stopping: VLLM, reference: Lang
 @pytest.mark.vllm
 def test_requests_with_one_program_are_one_call(stopping: VLLM, reference: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    run = ProgramPart.__call__
+    run = GraphPart.__call__
 
-    def counted(self: ProgramPart, hidden: torch.Tensor, *given: torch.Tensor) -> Any:
+    def counted(self: GraphPart, hidden: torch.Tensor, *given: torch.Tensor) -> Any:
         calls.append(len(hidden))
         return run(self, hidden, *given)
 
-    monkeypatch.setattr(ProgramPart, "__call__", counted)
+    monkeypatch.setattr(GraphPart, "__call__", counted)
     program = recorded(reference, "push")
     with stopping.trace(**{**GREEDY, "max_tokens": 3}) as tracer:
         for alpha in (1.0, 4.0, 9.0):

@@ -22,7 +22,8 @@ from nnsight.vllm import VLLM
 from nnsight.vllm.prompts import prompt_of
 from nnsight.vllm.stack_room import with_room
 from nnsight.vllm.steering.entries import ENTRY
-from nnsight.vllm.steering.tables import RowSlots, Steering, add_tables, steered, write
+from nnsight.vllm.steering.graph_parts import add_part, edited, write
+from nnsight.vllm.steering.tables import RowSlots, Steering, tables_part
 from nnsight.vllm.worker.bookkeeping import Bookkeeping, Span
 from nnsight.vllm.worker.engine_taps import Layout, at_side, tapped_modules
 from nnsight.vllm.worker.kept_values import KeptValues
@@ -145,23 +146,23 @@ def test_tables_do_what_each_rows_edit_says() -> None:
     hidden, residual = torch.randn(5, 4, generator=generator), torch.randn(5, 4, generator=generator)
     module = torch.nn.Identity()
     rows = torch.zeros(8, dtype=torch.int64)
-    add_tables(module, rows, 2, 2, 4, torch.float32)
+    module.nnsight_rows, module.nnsight_calls, module.nnsight_parts, module.nnsight_returns_parts = rows, [], [], True
+    add_part(module, tables_part(2, 4, torch.float32), 2, {})
     everything, addition = Steering.of(4, vector, factor, plane, 0), Steering.of(4, 2.0, None, None, 0)
-    write(module, 1, addition)
-    write(module, 2, addition)
-    write(module, 1, everything)
+    for slot, steering in ((1, addition), (2, addition), (1, everything)):
+        write(module, slot, steering.parts)
     rows[1], rows[2], rows[4] = 1, 2, 1
-    found, kept = steered(module, (hidden, residual))
+    found, kept = edited(module, (hidden, residual))
     projector = torch.eye(4) - plane.T @ torch.linalg.inv(plane @ plane.T) @ plane
-    edited = (hidden + residual) @ projector * factor + vector
+    expected = (hidden + residual) @ projector * factor + vector
     assert kept is residual
     assert torch.equal(found[[0, 3]], hidden[[0, 3]])
-    torch.testing.assert_close((found + residual)[[1, 4]], edited[[1, 4]])
+    torch.testing.assert_close((found + residual)[[1, 4]], expected[[1, 4]])
     torch.testing.assert_close((found + residual)[2], (hidden + residual)[2] + 2)
     torch.testing.assert_close(everything.difference(hidden, {}), hidden @ projector * factor + vector - hidden)
     assert not module.state_dict()
-    write(module, 1, None)
-    assert not module.nnsight_add[1].any() and not module.nnsight_up[1].any()
+    write(module, 1, {})
+    assert torch.equal(edited(module, (hidden, residual))[0][[0, 1, 3, 4]], hidden[[0, 1, 3, 4]])
 
 
 def test_digests_tell_edits_apart() -> None:

@@ -131,7 +131,8 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
         try:
             async with self._writing:
                 if not entry.written:
-                    await self.collective_rpc("nnsight_write", args=(entry.slot, packed(edits)))
+                    asked = {location: found.parts for location, found in edits.items()}
+                    await self.collective_rpc("nnsight_write", args=(entry.slot, packed(asked)))
                     entry.written = True
             _STEERED.inc()
             async with aclosing(outputs):  # a dropped request is aborted in the engine before its entry is given to another

@@ -17,13 +17,14 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 
 from ...modeling.forms import describe
+from .graph_parts import GraphPart
 
 #: Number of rows of the hidden state with which a function is traced, and numbers for which the trace is compared with the function.
 _TRACED, _TRIED = 7, (1, 2, 5)
@@ -88,9 +89,10 @@ class EditFunction:
                 raise ValueError(f"{place} does something else for {count} rows than for {_TRACED}, so one graph cannot replace it.")
         return cls(name, graph, constants, defaults, _digest(name, graph, constants, defaults))
 
-    def to(self, device: torch.device) -> EditFunction:
-        """Return the same with its constants on ``device``."""
-        return replace(self, constants=[constant.to(device) for constant in self.constants])
+    def part(self, dtype: torch.dtype) -> GraphPart:
+        """Return the function as a part of the graph, for hidden states of ``dtype``."""
+        defaults = {name: value.to(dtype) for name, value in self.defaults.items()}
+        return GraphPart(self.name, self.graph, [*defaults], defaults, self.constants)
 
     def parameters(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return all parameters of a request that gives some; raise if one is unknown, or has another shape."""

@@ -5,16 +5,15 @@ model, and requests ask for it by name. A program is recorded on the model of tr
 states ``[batch, positions, hidden]``: outputs of layers, attention, MLPs and norms. Here it is run for each token by itself, as a batch of
 one with one position. So requests are never mixed, and a program that looks at several positions is refused when the engine starts.
 
-The nodes of a program at one location become a :class:`ProgramPart`, a graph that is traced with make_fx under ``torch.vmap``. The rows of
-a step are the batch of vmap. Parameters of requests have a row for each token, and other tensors of the program are constants. A value
-that a later part uses waits in a buffer with a row for each token.
+The nodes of a program at one location become a :class:`.GraphPart`, which is traced with make_fx under ``torch.vmap``. The rows of a step
+are the batch of vmap. Parameters of requests have a row for each token, and other tensors of the program are constants. A value that a
+later part uses waits in a buffer with a row for each token.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,49 +28,13 @@ from ...program.format.payload import Job
 from ...program.format.trees import is_ref, references
 from ...program.program import Program
 from .graph_functions import TAKEN, fitted, traced_on
+from .graph_parts import GraphPart
 
 #: Kinds of nodes that name a part of the model of transformers by something else than a location.
 _OF_THE_MODEL = {"weight": "a weight of the model", "apply": "a call of a module", "skip": "a skip", "grad": "gradients"}
 
 #: Rows with which a program is traced, and tried.
 _ROWS = 7
-
-_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
-
-
-def is_layer(path: str) -> bool:
-    """Whether the module at ``path`` is a layer of the model, which may return its hidden state in two parts."""
-    return _LAYER.search(path) is not None
-
-
-@dataclass(frozen=True, eq=False)
-class ProgramPart:
-    """What a program does at one location, for all rows of a step.
-
-    Attributes:
-        name: Of the program.
-        graph: Takes the hidden state ``[tokens, hidden]``, then, each with a row for each token, the parameters and the values of earlier
-            parts, then the constants. Returns the new hidden state, and the values for later parts.
-        parameters: Names of the parameters, in the order of the graph.
-        defaults: The parameters of requests that do not give them.
-        takes: Names of the values of earlier parts.
-        gives: Names of the values for later parts, with one of a token.
-        constants: The other tensors.
-    """
-
-    name: str
-    graph: torch.fx.GraphModule
-    parameters: tuple[str, ...]
-    defaults: Mapping[str, torch.Tensor]
-    takes: tuple[str, ...]
-    gives: Mapping[str, torch.Tensor]
-    constants: Sequence[torch.Tensor]
-
-    def __call__(self, hidden: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the new hidden states, and the values for later parts; ``given`` are the parameters, and the values that it takes."""
-        results: tuple[torch.Tensor, ...] = self.graph(hidden, *given, *self.constants)
-        return results
-
 
 @dataclass(frozen=True, eq=False)
 class GraphProgram:
@@ -128,7 +91,7 @@ class GraphProgram:
         """The modules at whose outputs it has parts."""
         return [module_of(segment.site) for segment in self.segments]
 
-    def parts(self, widths: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, ProgramPart]:
+    def parts(self, widths: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, GraphPart]:
         """Return the traced parts by location; ``widths`` are the numbers of channels there, of hidden states of ``dtype`` on ``device``.
 
         Raises:
@@ -194,10 +157,10 @@ class _Run:
         """Return what a part makes of ``hidden``, ``[positions, hidden]``."""
         return self._functions[at](hidden[None].clone(), None, state)[0]
 
-    def parts(self) -> dict[str, ProgramPart]:
+    def parts(self) -> dict[str, GraphPart]:
         """Return the traced parts by location."""
         kept: dict[str, torch.Tensor] = {}  # values for later parts, of each row
-        parts: dict[str, ProgramPart] = {}
+        parts: dict[str, GraphPart] = {}
         for at, segment in enumerate(self._segments):
             tensors, takes = self._tensors[at], self._takes[at]
             parameters = [place for place, key in tensors.items() if key in self._names]
@@ -225,7 +188,7 @@ class _Run:
             others = [*(self._values[tensors[place]].detach() for place in constants), *more]
             asked = tuple(tensors[place] for place in parameters)
             defaults = {key: self._values[key] for key in asked}
-            parts[segment.site] = ProgramPart(self._name, graph, asked, defaults, tuple(takes), gives, others)
+            parts[segment.site] = GraphPart(self._name, graph, asked, defaults, others, takes, gives)
         return parts
 
     def check_rows(self) -> None:

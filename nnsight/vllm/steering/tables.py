@@ -6,10 +6,8 @@ every token of the request. For a hidden state ``h`` with the directions ``remov
 
     h * gain + add + up @ (down @ h)
 
-In a compiled engine (``edits=`` of the model) this sum is a part of the graph, with a table of parameters for each layer. Each row of the
-batch has a number, its *slot*, which says which entry of the tables applies to the row; entry 0 is all zeros. So requests with different
-edits share a step, and new values are a write to a table: nothing is compiled or recorded again, and no Python runs at the layer. An
-engine that stops between its modules adds the same sum there.
+In a compiled engine (``edits=`` of the model) this sum is a part of the graph, with tables of parameters for each layer
+(:mod:`.graph_parts`), and no Python runs at the layer. An engine that stops between its modules adds the same sum there.
 """
 
 from __future__ import annotations
@@ -18,17 +16,30 @@ import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from ...steering.choices import Choice, orthonormal
 from ...steering.registry import Vectors
 from .graph_functions import EditFunction, finite, fitted
-from .graph_programs import ProgramPart
+from .graph_parts import GraphPart
 
-#: The parameters of an edit.
-TABLES = ("add", "gain", "down", "up")
+#: The name of this part of the graph, which no function or program has.
+TABLES = ""
+
+
+def tables_part(rank: int, hidden: int, dtype: torch.dtype) -> GraphPart:
+    """Return the part of the graph that adds the sum, for edits that remove up to ``rank`` directions."""
+    shapes = {"add": (hidden,), "gain": (hidden,), "down": (rank, hidden), "up": (rank, hidden)}
+    return GraphPart(TABLES, _summed, [*shapes], {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()})
+
+
+def _summed(hidden: torch.Tensor, add: torch.Tensor, gain: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    difference = hidden * gain + add
+    if down.shape[1]:
+        difference = difference + (up * (down * hidden[:, None]).sum(-1, keepdim=True)).sum(1)
+    return hidden + difference
 
 
 @dataclass(frozen=True)
@@ -70,6 +81,13 @@ class Steering:
             parts.append(f"{name}({', '.join(parameters)})".encode())
             parts += [value.numpy().tobytes() for value in parameters.values()]
         return hashlib.sha256(b"".join([*parts, str(self.start).encode()])).hexdigest()
+
+    @property
+    def parts(self) -> dict[str, Mapping[str, torch.Tensor]]:
+        """The parts of the graph that it asks for, with the parameters of each."""
+        asks = self.rank or self.gain.any() or self.add.any()
+        tables = {"add": self.add, "gain": self.gain, "down": self.down, "up": self.up}
+        return {**({TABLES: tables} if asks else {}), **self.functions}
 
     def difference(self, hidden: torch.Tensor, functions: Mapping[str, EditFunction]) -> torch.Tensor:
         """Return what is to be added to ``hidden``, ``[tokens, hidden]``; ``functions`` are those of the engine."""
@@ -148,102 +166,3 @@ class RowSlots:
         for start, stop, entry in entries:
             given[start:stop] = entry
         self._rows[:end].copy_(numbers, non_blocking=True)
-
-
-class GraphCall(NamedTuple):
-    """A graph that is called on the hidden state after a module, for rows that ask for it, with the names of the module's buffers."""
-
-    graph: torch.fx.GraphModule
-    chosen: str  # which slots ask for it
-    tables: list[str]  # of its parameters, by slot
-    taken: list[str]  # values of earlier parts, by row
-    constants: list[str]
-    given: list[str]  # values for later parts, by row
-
-
-def add_tables(module: Any, rows: torch.Tensor, slots: int, rank: int, hidden: int, dtype: torch.dtype) -> None:
-    """Give ``module`` tables for ``slots`` edits; ``rows`` has the slot of each row of a step."""
-    module.nnsight_has_tables = True
-    for name, shape in {"add": (hidden,), "gain": (hidden,), "down": (rank, hidden), "up": (rank, hidden)}.items():
-        module.register_buffer(f"nnsight_{name}", rows.new_zeros(slots + 1, *shape, dtype=dtype), persistent=False)
-
-
-def add_call(
-    module: Any, part: EditFunction | ProgramPart, slots: int, dtype: torch.dtype, carried: dict[str, torch.Tensor]
-) -> None:
-    """Give ``module`` a part of a program, or a function, with tables of its parameters and users for ``slots`` edits.
-
-    ``carried`` are the values that parts have for later ones, by name; those that this one gives are added.
-    """
-    rows = module.nnsight_rows
-    chosen = _table(part.name)
-    module.register_buffer(chosen, rows.new_zeros(slots + 1, 1, dtype=torch.bool), persistent=False)
-    constants = [_table(part.name, f"{number}") for number in range(len(part.constants))]
-    for name, constant in zip(constants, part.constants, strict=True):  # buffers are inputs of the graph
-        module.register_buffer(name, constant, persistent=False)
-    of_program = isinstance(part, ProgramPart)
-    for name, default in part.defaults.items():
-        value = default.to(rows.device, default.dtype if of_program else dtype)
-        module.register_buffer(_table(part.name, name), value.repeat(slots + 1, *([1] * value.dim())), persistent=False)
-    names, takes, gives = (part.parameters, part.takes, part.gives) if isinstance(part, ProgramPart) else ([*part.defaults], (), {})
-    for name, like in gives.items():
-        carried[name] = torch.zeros(len(rows), *like.shape, dtype=like.dtype, device=rows.device)
-    for name in (*takes, *gives):
-        module.register_buffer(_table(part.name, f"value_{name}"), carried[name], persistent=False)
-    taken, given = ([_table(part.name, f"value_{name}") for name in names] for names in (takes, gives))
-    module.nnsight_calls.append(GraphCall(part.graph, chosen, [_table(part.name, name) for name in names], taken, constants, given))
-    module.nnsight_parts[part.name] = [*part.defaults]
-
-
-def _table(function: str, parameter: str = "") -> str:
-    """Return the name of the table of a parameter, of a constant, or of the table of the slots that use the function."""
-    return f"nnsight_of_{function}__{parameter}"
-
-
-def write(module: Any, slot: int, steering: Steering | None) -> None:
-    """Write the parameters of ``steering``, none if it is ``None``, to the entry ``slot`` of the tables of ``module``."""
-    for name in TABLES if module.nnsight_has_tables else ():
-        table = getattr(module, f"nnsight_{name}")[slot]
-        table.zero_()
-        if steering is not None:
-            values = getattr(steering, name)
-            (table[: steering.rank] if name in {"down", "up"} else table).copy_(values)
-    for part, parameters in module.nnsight_parts.items():
-        chosen = None if steering is None else steering.functions.get(part)
-        getattr(module, _table(part))[slot] = chosen is not None
-        if chosen is not None:
-            for name in parameters:
-                getattr(module, _table(part, name))[slot] = chosen[name]
-
-
-def steered(module: Any, output: Any) -> Any:
-    """Return ``output`` of a module with the edits in its tables, and those of programs. Dynamo traces this."""
-    pair = not isinstance(output, torch.Tensor)
-    first = output[0] if pair else output
-    residual = output[1] if pair and module.nnsight_returns_parts else None
-    hidden = first if residual is None else first + residual
-    count = hidden.shape[0]
-    rows = module.nnsight_rows[:count]
-    if module.nnsight_has_tables:
-        first = torch.where((rows > 0)[:, None], first + _difference(module, hidden, rows), first)  # others stay as they are, bit by bit
-    for call in module.nnsight_calls:
-        hidden = first if residual is None else first + residual
-        values = [getattr(module, table)[rows] for table in call.tables]
-        values += [getattr(module, name)[:count] for name in call.taken]
-        results = call.graph(hidden, *values, *[getattr(module, name) for name in call.constants])
-        new, *kept = results if isinstance(results, tuple) else (results,)
-        for name, value in zip(call.given, kept, strict=True):
-            getattr(module, name)[:count].copy_(value)
-        if residual is not None:
-            new = new - residual
-        first = torch.where(getattr(module, call.chosen)[rows], new, first)
-    return (first, *output[1:]) if pair else first
-
-
-def _difference(module: Any, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    lookup = torch.nn.functional.embedding
-    difference = hidden * lookup(rows, module.nnsight_gain) + lookup(rows, module.nnsight_add)
-    if module.nnsight_down.shape[1]:
-        read = (module.nnsight_down[rows] * hidden[:, None]).sum(-1, keepdim=True)
-        difference = difference + (module.nnsight_up[rows] * read).sum(1)
-    return difference

@@ -26,8 +26,9 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
 from ..steering.graph_functions import registered
-from ..steering.graph_programs import GraphProgram, is_layer, module_of
-from ..steering.tables import RowSlots, add_call, add_tables, steered
+from ..steering.graph_parts import add_part, edited, is_layer
+from ..steering.graph_programs import GraphProgram, module_of
+from ..steering.tables import RowSlots, tables_part
 from .kept_values import KeptValues, define, parsed, value_of
 from .spread import columns_of
 from .step_programs import StopProgram
@@ -37,7 +38,7 @@ from .steps import EngineStep
 HANDOFF = "nnsight::handoff"
 
 #: Part of the key of the compile cache. Raise it with every change of what is put into a graph.
-_FORMAT = 7
+_FORMAT = 8
 
 
 def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
@@ -143,35 +144,34 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
             for path in tapped_modules(model, at_side(places, side)):
                 named[f"model.{path}.{side}"] = operation
     steered = tapped_modules(model, layout.edits)
-    functions = [registered(digest).to(rows.device) for digest in layout.functions]
+    parts = [tables_part(layout.rank, hidden, dtype), *(registered(digest).part(dtype) for digest in layout.functions)]
     programs = [registered(digest) for digest in layout.programs]
     modules: dict[str, Any] = {**tapped_modules(model, layout.modules)}
     for path, module in modules.items():
         module.nnsight_path = f"model.{path}"
         module.nnsight_takes = named.get(f"model.{path}.input", "")
         module.nnsight_returns = named.get(f"model.{path}.output", "")
-        module.nnsight_calls, module.nnsight_parts, module.nnsight_has_tables = [], {}, False
+        module.nnsight_calls, module.nnsight_parts = [], []
         module.nnsight_returns_parts = path in steered or is_layer(path)
         module.register_buffer("nnsight_rows", rows, persistent=False)
         if "capture" in (module.nnsight_takes, module.nnsight_returns):
             module.register_buffer("nnsight_mark", torch.zeros(1, device=rows.device), persistent=False)
         if path in steered:
-            add_tables(module, rows, layout.slots, layout.rank, hidden, dtype)
-            for function in functions:
-                add_call(module, function, layout.slots, dtype, {})
+            for part in parts:
+                add_part(module, part, layout.slots, {})
         base: Any = type(module)
         module.__class__ = _tapped(base)
     for program in programs:
         carried: dict[str, torch.Tensor] = {}
         widths = {f"model.{path}.output": width_of(path, modules[path], hidden) for path in program.modules}
         for location, part in program.parts(widths, dtype, rows.device).items():
-            add_call(modules[module_of(location)], part, layout.slots, dtype, carried)
+            add_part(modules[module_of(location)], part, layout.slots, carried)
     for module in modules.values():
-        module.nnsight_steers = module.nnsight_has_tables or bool(module.nnsight_calls)
+        module.nnsight_steers = bool(module.nnsight_calls)
     locations, captured = ([place for place in named if named[place] == found] for found in ("handoff", "capture"))
     tables = {f"model.{path}.output": module for path, module in modules.items() if module.nnsight_steers}
-    edited = [f"model.{path}.output" for path in steered]
-    return Tapped(locations, captured, KeptValues(), RowSlots(rows), edited, tables, layout.rank)
+    with_tables = [f"model.{path}.output" for path in steered]
+    return Tapped(locations, captured, KeptValues(), RowSlots(rows), with_tables, tables, layout.rank)
 
 
 def width_of(path: str, module: Any, hidden: int) -> int:
@@ -216,7 +216,7 @@ def _tapped(base: Any) -> Any:
             args, kwargs = _shown(self, (args, kwargs), self.nnsight_takes, ".input")
         output = forward_of_base(self, *args, **kwargs)
         if self.nnsight_steers:
-            output = steered(self, output)
+            output = edited(self, output)
         if self.nnsight_returns:
             output = _shown(self, output, self.nnsight_returns, ".output")
         return output

@@ -18,7 +18,7 @@ from ...envoy.envoy import Envoy
 from ...runtime.interleaver import active_interleaver
 from ...runtime.iteration import running_mediator
 from ...runtime.modules.eproperty import eproperty
-from ..steering.graph_programs import is_layer
+from ..steering.graph_parts import is_layer
 from ..steering.tables import Steering
 from .calls import called
 from .requests import RequestRun

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..steering.graph_programs import GraphProgram, ProgramPart, is_layer, module_of
+from ..steering.graph_parts import GraphPart, is_layer
+from ..steering.graph_programs import GraphProgram, module_of
 
 if TYPE_CHECKING:
     from .steps import Part
@@ -24,7 +25,7 @@ class StopProgram:
     """A program of requests, with its parts by location."""
 
     program: GraphProgram
-    parts: dict[str, ProgramPart]
+    parts: dict[str, GraphPart]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +77,7 @@ class _Group:
         if not len(hidden):
             return None
         new, *kept = part(hidden, *(self._parameters[name] for name in part.parameters), *(self._kept[name] for name in part.takes))
-        self._kept |= dict(zip(part.gives, kept, strict=True))
+        self._kept |= dict(zip(part.gives or (), kept, strict=True))
         return new
 
     def rows(self, device: torch.device) -> torch.Tensor:

@@ -15,8 +15,8 @@ from vllm.config import CompilationMode
 from vllm.platforms import current_platform
 
 from ..steering.graph_functions import register
+from ..steering.graph_parts import write
 from ..steering.graph_programs import GraphProgram
-from ..steering.tables import TABLES, Steering, write
 from .engine_taps import Layout, tap
 from .hooks import stop
 from .runner import check
@@ -27,28 +27,25 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
-def packed(steering: Mapping[str, Steering]) -> bytes:
+#: The parts of the graph that edits ask for, with the parameters of each, by location.
+Asked = Mapping[str, Mapping[str, Mapping[str, torch.Tensor]]]
+
+
+def packed(asked: Asked) -> bytes:
     """Return edits for :meth:`Worker.nnsight_write` of another process: a safetensors file, which is data only."""
-    tensors = {f"{location}|{name}": getattr(found, name) for location, found in steering.items() for name in TABLES}
-    for location, found in steering.items():
-        for program, parameters in found.functions.items():
-            tensors[f"{location}|{program}="] = torch.zeros(0)
-            tensors |= {f"{location}|{program}={name}": value for name, value in parameters.items()}
-    return save({key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()})  # none shares memory
+    tensors = {f"{location}|{part}|": torch.zeros(0) for location, parts in asked.items() for part in parts}
+    for location, parts in asked.items():
+        for part, parameters in parts.items():
+            tensors |= {f"{location}|{part}|{name}": value.clone() for name, value in parameters.items()}  # none shares memory
+    return save({key: tensor.contiguous() for key, tensor in tensors.items()})
 
 
-def unpacked(data: bytes) -> dict[str, Steering]:
-    """Return the edits that :func:`packed` was given, without the first positions."""
-    tensors: dict[str, Any] = load(data)
-    found: dict[str, Steering] = {}
-    for location in dict.fromkeys(key.rpartition("|")[0] for key in tensors):
-        programs: dict[str, dict[str, torch.Tensor]] = {}
-        for key, value in tensors.items():
-            place, _, name = key.rpartition("|")
-            program, is_program, parameter = name.partition("=")
-            if place == location and is_program:
-                programs.setdefault(program, {}).update({parameter: value} if parameter else {})
-        found[location] = Steering(**{name: tensors[f"{location}|{name}"] for name in TABLES}, functions=programs)
+def unpacked(data: bytes) -> Asked:
+    """Return the edits that :func:`packed` was given."""
+    found: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
+    for key, value in load(data).items():
+        location, part, name = key.split("|")
+        found.setdefault(location, {}).setdefault(part, {}).update({name: value} if name else {})
     return found
 
 
@@ -78,11 +75,11 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         """Return the locations that have tables for edits."""
         return list(self.model_runner.tapped.steered)
 
-    def nnsight_write(self, slot: int, steering: Mapping[str, Steering] | bytes) -> None:
+    def nnsight_write(self, slot: int, edits: Asked | bytes) -> None:
         """Write edits, or :func:`packed` edits, to the entry ``slot`` of all tables."""
-        edits = unpacked(steering) if isinstance(steering, bytes) else steering
+        asked = unpacked(edits) if isinstance(edits, bytes) else edits
         for location, module in self.model_runner.tapped.tables.items():
-            write(module, slot, edits.get(location))
+            write(module, slot, asked.get(location, {}))
 
 
 class ServingWorker(Worker):

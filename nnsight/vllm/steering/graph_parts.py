@@ -1,0 +1,137 @@
+"""Parts of an engine's compiled graph that edit hidden states, for the rows that ask for them.
+
+A :class:`GraphPart` belongs to a module and edits the hidden state behind it. It is the sum of :mod:`.tables`, a function of the user
+(:mod:`.graph_functions`), or what a program does there (:mod:`.graph_programs`). It is computed for all rows of a step, and rows of
+requests that do not ask for it stay as they are, bit by bit.
+
+Each row has a number, its *slot*. Tables by slot say who asks for a part, and with which parameters; slot 0 is for nobody. So requests with
+different edits share a step, and new values are a write to a table: nothing is compiled again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+$")
+
+
+def is_layer(path: str) -> bool:
+    """Whether the module at ``path`` is a layer of the model, which may return its hidden state in two parts."""
+    return _LAYER.search(path) is not None
+
+
+@dataclass(frozen=True, eq=False)
+class GraphPart:
+    """What is done to hidden states at one module.
+
+    Attributes:
+        name: Of the function or program.
+        graph: Takes the hidden state ``[tokens, hidden]``, then, each with a row for each token, the parameters and the values of earlier
+            parts, then the constants. Returns the new hidden state, or a tuple of it and the values for later parts.
+        parameters: Names of the parameters, in the order of the graph.
+        defaults: The parameters of requests that do not give them.
+        constants: Other tensors of the graph.
+        takes: Names of the values of earlier parts.
+        gives: Names of the values for later parts, with one of a token.
+    """
+
+    name: str
+    graph: Callable[..., Any]
+    parameters: Sequence[str]
+    defaults: Mapping[str, torch.Tensor]
+    constants: Sequence[torch.Tensor] = ()
+    takes: Sequence[str] = ()
+    gives: Mapping[str, torch.Tensor] | None = None
+
+    def __call__(self, hidden: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the new hidden states, and the values for later parts; ``given`` are the parameters, and the values that it takes."""
+        results = self.graph(hidden, *given, *self.constants)
+        return results if isinstance(results, tuple) else (results,)
+
+
+class GraphCall(NamedTuple):
+    """The call of a part, with the names of buffers of the module."""
+
+    graph: Callable[..., Any]
+    chosen: str  # which slots ask for it
+    tables: list[str]  # of its parameters, by slot
+    taken: list[str]  # values of earlier parts, by row
+    constants: list[str]
+    given: list[str]  # values for later parts, by row
+
+
+def add_part(module: Any, part: GraphPart, slots: int, carried: dict[str, torch.Tensor]) -> None:
+    """Give ``module`` a part, with tables of its parameters and users for ``slots`` edits.
+
+    ``carried`` are the values that parts have for later ones, by name; those that this one gives are added.
+    """
+    rows = module.nnsight_rows
+    held: dict[str, torch.Tensor] = {_name(part): rows.new_zeros(slots + 1, 1, dtype=torch.bool)}
+    for name, default in part.defaults.items():
+        held[_name(part, name)] = default.to(rows.device).repeat(slots + 1, *([1] * default.dim()))
+    constants = [_name(part, f"{number}") for number in range(len(part.constants))]
+    held |= {name: constant.to(rows.device) for name, constant in zip(constants, part.constants, strict=True)}
+    gives = part.gives or {}
+    for name, like in gives.items():
+        carried[name] = torch.zeros(len(rows), *like.shape, dtype=like.dtype, device=rows.device)
+    held |= {_name(part, f"value_{name}"): carried[name] for name in (*part.takes, *gives)}
+    for name, tensor in held.items():  # buffers are inputs of the graph
+        module.register_buffer(name, tensor, persistent=False)
+    tables = [_name(part, name) for name in part.parameters]
+    taken, given = ([_name(part, f"value_{name}") for name in names] for names in (part.takes, gives))
+    module.nnsight_calls.append(GraphCall(part.graph, _name(part), tables, taken, constants, given))
+    module.nnsight_parts.append(part)
+
+
+def _name(part: GraphPart, parameter: str = "") -> str:
+    """Return the name of the buffer of a parameter, a constant or a value, or of the slots that ask for the part."""
+    return f"nnsight_of_{part.name}__{parameter}"
+
+
+def write(module: Any, slot: int, asked: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Write to the tables of ``module`` which of its parts the edits with number ``slot`` ask for, with the parameters of each.
+
+    A parameter with fewer rows than the table is filled up with zeros.
+    """
+    for part in module.nnsight_parts:
+        chosen = asked.get(part.name)
+        getattr(module, _name(part))[slot] = chosen is not None
+        if chosen is None:
+            continue
+        for name in part.defaults:
+            table, value = getattr(module, _name(part, name))[slot], chosen[name]
+            if table.shape == value.shape:
+                table.copy_(value)
+            else:
+                table.zero_()
+                table[: len(value)] = value
+
+
+def edited(module: Any, output: Any) -> Any:
+    """Return ``output`` of a module as its parts leave it. Dynamo traces this."""
+    pair = not isinstance(output, torch.Tensor)
+    first = output[0] if pair else output
+    residual = output[1] if pair and module.nnsight_returns_parts else None
+    count = first.shape[0]
+    rows = module.nnsight_rows[:count]
+    for call in module.nnsight_calls:
+        hidden = first if residual is None else first + residual
+        values = [_by_slot(getattr(module, table), rows) for table in call.tables]
+        values += [getattr(module, name)[:count] for name in call.taken]
+        results = call.graph(hidden, *values, *[getattr(module, name) for name in call.constants])
+        new, *kept = results if isinstance(results, tuple) else (results,)
+        for name, value in zip(call.given, kept, strict=True):
+            getattr(module, name)[:count].copy_(value)
+        if residual is not None:
+            new = first + (new - hidden)
+        first = torch.where(getattr(module, call.chosen)[rows], new, first)
+    return (first, *output[1:]) if pair else first
+
+
+def _by_slot(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.embedding(rows, table) if table.dim() == 2 else table[rows]

@@ -81,6 +81,7 @@ class Mediator:
         self._value: Any = None
         self._view: View | None = None  # of the block's rows in the value of the whole batch
         self._on_leave: list[Callable[[], Any]] = []
+        self._held: dict[str | None, Any] = {}  # views of the value of this visit that have not gone back, by name
 
     # -- the model's side -------------------------------------------------------------------------------------
 
@@ -283,6 +284,7 @@ class Mediator:
         if interleaver.check_replacement is not None:
             interleaver.check_replacement(self._location, self._value, value)
         self._value = value
+        self._drop_views()
 
     def skip(self, location: str, value: Any) -> None:
         """Let the module whose input is at ``location`` return ``value`` instead of running.
@@ -311,15 +313,24 @@ class Mediator:
         self.interleaver.skips.setdefault(self._location, {})[self] = skip.value
         return None
 
-    def on_leave(self, transform: Callable[[], Any]) -> None:
-        """Replace the value of the current visit by what ``transform`` returns when the block moves on."""
+    def on_leave(self, transform: Callable[[], Any], name: str | None = None, view: Any = None) -> None:
+        """Replace the value of this visit by what ``transform`` returns of ``view`` when the block asks for anything but that view."""
         self._on_leave.append(transform)
+        self._held[name] = view
+
+    def held_view(self, location: str, name: str | None) -> Any:
+        """Return the view with this name of the value at ``location``, if it has not gone back; otherwise ``None``."""
+        return self._held.get(name) if self._held and self._is_at(location) else None
 
     def _send_views_back(self) -> None:
         """Apply the functions of :meth:`on_leave`."""
         for transform in self._on_leave:
             self._value = transform()
+        self._drop_views()
+
+    def _drop_views(self) -> None:
         self._on_leave.clear()
+        self._held.clear()
 
     def swap_here(self, value: Any) -> None:
         """Let the run continue with ``value`` at the location where it is stopped."""

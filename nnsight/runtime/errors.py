@@ -68,7 +68,7 @@ def loop_ended_message(location: str, occurrence: int) -> str:
     )
 
 
-def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None) -> str:
+def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None, stopped: bool = False) -> str:
     """Explain a request that still waited when the model had finished, after ``calls`` occurrences of its location."""
     if location.startswith("barrier("):
         cause = "not all of its participants called it; every invoke that takes part has to"
@@ -77,6 +77,8 @@ def never_reached_message(location: str, occurrence: int, calls: int, visited: s
             "the backward pass had passed this tensor, or does not reach it. Gradients come in the reverse order of the "
             "forward pass: read those of later layers first"
         )
+    elif stopped:
+        cause = "another block had called tracer.stop(), which ends the run of all blocks, before the model came there"
     elif calls:
         cause = f"it occurred only {calls} time{'s' * (calls > 1)} in this run"
     else:

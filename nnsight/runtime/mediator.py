@@ -20,7 +20,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils import _pytree as pytree
 
 from ..tracing.errors import user_position_of
-from .errors import OutOfOrderError, SkipException, loop_ended_message, passed_message
+from .errors import EarlyStopException, OutOfOrderError, SkipException, loop_ended_message, passed_message
 from .interleaver import ANYWHERE, RETURNED, split_requester
 from .rows.batching import BatchGroup, View
 from .switching.checkpointing import CheckpointVisit, checkpoint_hooks
@@ -70,6 +70,8 @@ class Mediator:
         self.iteration: int | None = 0
         self.loops = 0  # how many loops over occurrences the block is in
         self.ends_in_loop = False  # whether nothing is lost if the model finishes in such a loop, behind its first step
+        self.is_edit = False  # whether it belongs to the model, so that a run which is stopped may end before its locations
+        self.stopped = False  # whether it has ended by `tracer.stop()`
         self.requests = 0  # how often it has asked for a location
         self.visited: tuple[str, int] | None = None  # location and occurrence of the latest visit
         self._sides = Sides()
@@ -198,6 +200,9 @@ class Mediator:
             self._go(switch, *arguments)
         finally:
             interleaver.current = previous
+        if isinstance(self._error, EarlyStopException):  # the run ends behind this location
+            self.stopped = interleaver.stopped = True
+            self._error = None
         if self._error is not None and not self.keep_error():
             interleaver.failure, self._error = self._error, None
             raise interleaver.failure

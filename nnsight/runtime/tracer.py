@@ -6,6 +6,7 @@ without asking, having opened invokes, their blocks are the blocks of the run an
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -261,6 +262,7 @@ class InterleavingTracer(RunControls, Tracer):
         edits = [] if self._model is None else self._model._edits
         made = [self.make_mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
         for edit, mediator in zip(edits, made, strict=True):
+            mediator.is_edit = True
             mediator.ends_in_loop = edit.block.step_loop is not None
         return made
 
@@ -273,7 +275,13 @@ class InterleavingTracer(RunControls, Tracer):
         for edit in self._model._edits:
             open_mentioned(self._model._tree.open_mentioned, edit.block, edit.scope, edit.module_globals)
 
-    def _run(
+    def _run(self, driver: Driver, interleaver: Interleaver, *arguments: Any) -> Any:
+        with contextlib.suppress(EarlyStopException):
+            return self._run_model(driver, interleaver, *arguments)
+        interleaver.finish()  # here, so that its errors have no stop as their context
+        raise EarlyStopException
+
+    def _run_model(
         self,
         driver: Driver,
         interleaver: Interleaver,
@@ -283,7 +291,10 @@ class InterleavingTracer(RunControls, Tracer):
     ) -> Any:
         replacements = interleaver.check_replacement = Replacements()
         try:
+            interleaver.end_if_stopped()
             output = driver(interleaver, args, kwargs, self.report)
+        except EarlyStopException:
+            raise
         except Exception as error:
             if error is not interleaver.failure:
                 if replacements.reshaped and not isinstance(error, ReplacementShapeError):
@@ -293,6 +304,7 @@ class InterleavingTracer(RunControls, Tracer):
             raise
         if interleaver.failure is not None:  # the model caught what a block raised
             raise interleaver.failure
+        interleaver.end_if_stopped()  # the model may have caught the stop
         if must_run or interleaver.counts:
             interleaver.handle("result", output)
             interleaver.finish()

@@ -148,8 +148,8 @@ class Envoy(Located):
         Inside a block the module is applied to the block's own values, outside its normal place in the forward pass:
         no location is passed and no hook of the module runs.
 
-        With ``hook`` the module's locations are passed all the same, so that other invokes can read and edit its input and
-        output: for modules that are not part of the forward pass, such as an autoencoder added to the model.
+        With ``hook`` the locations of the module, and of those below it, are passed all the same, so that other invokes can read
+        and edit them: for modules that are not part of the forward pass, such as an autoencoder added to the model.
         """
         if is_compiling():
             load("call_edited")  # dynamo then knows what the active run is
@@ -160,10 +160,17 @@ class Envoy(Located):
             return self._module(*args, **kwargs)
         if run.recorder is not None:
             return run.recorder.apply(self._path, self._module, args, kwargs, hook)
-        if hook:
-            args, kwargs = run.handle(f"{self._path}.input", (args, kwargs))
-        output = self._module.forward(*args, **kwargs)
-        return run.handle(f"{self._path}.output", output) if hook else output
+        if not hook:
+            return self._module.forward(*args, **kwargs)
+        args, kwargs = run.handle(f"{self._path}.input", (args, kwargs))
+        skipped = () if is_compiling() else run.take_skip(f"{self._path}.input")
+        if not skipped:
+            run.lend_turn()
+            try:
+                output = self._module.forward(*args, **kwargs)
+            finally:
+                run.take_turn_back()
+        return run.handle(f"{self._path}.output", skipped[0] if skipped else output)
 
     def __getitem__(self, key: Any) -> Any:
         """Return the child at an index, slice or key of a container module."""

@@ -115,6 +115,7 @@ class Interleaver:
         self.counts: dict[str, int] = {}  # how often the run has passed each location; a driver counts the others itself
         self.current: Mediator | None = None  # the mediator whose code is running; `None` while the model runs
         self.at: tuple[str, int] | None = None  # the location and occurrence that is being handled
+        self._lending: list[Mediator | None] = []  # blocks that have lent their turn to a module that they call
         self.ready: list[Mediator] = []  # those that can go on as soon as the running one waits
         self._token: Any = None
 
@@ -240,6 +241,15 @@ class Interleaver:
         self.mediators.append(mediator)
         mediator.start(self)
         self.run_ready()
+
+    def lend_turn(self) -> None:
+        """Let calls of modules pass their locations although a block makes them, up to :meth:`take_turn_back`."""
+        self._lending.append(self.current)
+        self.current = None
+
+    def take_turn_back(self) -> None:
+        """End what :meth:`lend_turn` began."""
+        self.current = self._lending.pop()
 
     def run_ready(self) -> None:
         """Let the blocks go on that a barrier has released."""

@@ -97,7 +97,11 @@ class Generation:
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Return the arguments of ``generate``: it counts positions and starts decoders itself."""
         given = {"position_ids", "decoder_input_ids"} & kwargs.keys()
+        longest = {"max_length": kwargs["max_length"]} if kwargs.get("max_length") is not None else {}
+        if longest and not kwargs.get("truncation"):  # of the tokenizer, too, where it truncates
+            del kwargs["max_length"]
         args, prepared = self._model._prepare_input(*inputs, **kwargs)
+        prepared |= longest
         for name in {"position_ids", "decoder_input_ids"} - given:
             prepared.pop(name, None)
         config = getattr(self._model._module, "generation_config", None)

@@ -52,6 +52,8 @@ class LanguageModel(TextInput, MetaMixin):
             ``AutoModelForMaskedLM`` for BERT. One that can make no model of a configuration (``from_config``) loads at once.
         dispatch: Load the weights at once. By default the model begins on the meta device, without weights, and the first
             run, or :meth:`dispatch`, loads them; :meth:`scan` works without.
+        tokenizer_kwargs: Options of the tokenizer, such as ``{"truncation_side": "left"}``: for loading it, if it is loaded here,
+            and set on it afterwards.
         **from_pretrained_kwargs: Passed to ``automodel.from_pretrained``, for instance ``device_map``,
             ``dtype`` (or ``torch_dtype``), ``attn_implementation``, ``revision`` and ``trust_remote_code``; except
             ``rename`` and ``envoys``, which are those of :class:`NNsight`.
@@ -83,6 +85,7 @@ class LanguageModel(TextInput, MetaMixin):
         compile: bool | str | dict[str, Any] = False,
         automodel: Any = AutoModelForCausalLM,
         dispatch: bool = False,
+        tokenizer_kwargs: dict[str, Any] | None = None,
         **from_pretrained_kwargs: Any,
     ) -> None:
         options = from_pretrained_kwargs
@@ -101,11 +104,17 @@ class LanguageModel(TextInput, MetaMixin):
         super().__init__(model, compile=compile, **options)
         if isinstance(tokenizer, (str, os.PathLike)):
             with naming(tokenizer):
-                tokenizer = AutoTokenizer.from_pretrained(_folder_or_name(tokenizer), **tokenizer_options)
+                tokenizer = AutoTokenizer.from_pretrained(
+                    _folder_or_name(tokenizer), **tokenizer_options | (tokenizer_kwargs or {})
+                )
         if not isinstance(model, torch.nn.Module):
             self.__dict__["_repository"] = (os.fspath(model), options.get("revision") or "main")
         self.tokenizer = tokenizer
         self._adapt_tokenizer()
+        if tokenizer_kwargs and tokenizer is None:
+            raise TypeError("tokenizer_kwargs= are for a tokenizer, and there is none: pass one by `tokenizer=`.")
+        for name, value in (tokenizer_kwargs or {}).items():
+            setattr(tokenizer, name, value)
 
     # -- loading ---------------------------------------------------------------------------------------------
 

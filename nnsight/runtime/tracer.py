@@ -329,7 +329,10 @@ class InterleavingTracer(RunControls, Tracer):
         """Return the arguments of the model, and the rows of each invoke."""
         with_input = [invoke for invoke in invokes if invoke.has_input]
         if with_input:
-            return self._join(model, with_input, kwargs)
+            names: set[str] = getattr(type(self._model), "_options_of_invokes", set()) & kwargs.keys()
+            for invoke in with_input:
+                invoke.kwargs = {**invoke.kwargs, **{name: kwargs[name] for name in names}}
+            return self._join(model, with_input, {name: value for name, value in kwargs.items() if name not in names})
         if not args and not kwargs:
             raise ValueError(
                 "The model did not execute: trace() was given no input. Pass one, as in `model.trace(x)`, or open "

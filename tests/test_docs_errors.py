@@ -412,6 +412,9 @@ class Mistakes(Models):
     def rename_nothing(self) -> None:
         NNsight(self.model._module, rename={"transformer.h": "layers"})
 
+    def rename_several(self) -> None:
+        NNsight(self.model._module, rename={torch.nn.Module: "child"})
+
     def rename_taken(self) -> None:
         NNsight(self.model._module, rename={"0": "forward"})
 

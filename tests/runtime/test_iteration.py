@@ -117,6 +117,22 @@ def test_a_loop_as_a_with_block(model: NNsight, net: Recurrent, x: torch.Tensor)
     agree(run, ([1, 3], out))
 
 
+@both
+def test_loops_by_the_model_are_those_of_the_tracer(model: NNsight, net: Recurrent, x: torch.Tensor, compile: bool) -> None:
+    _, out = reference(net, x, lambda step, h: h + step if step < 2 else h)
+    with model.trace(x, compile=compile):
+        for step in model.iter[:2]:
+            model.cell.output = model.cell.output + step
+        made = model.output.save()
+    assert torch.equal(made, out)
+    with pytest.warns(UserWarning, match=ENDED), model.trace(x, compile=compile):
+        steps = [].save()
+        for step in model.cell.all():
+            model.cell.output  # noqa: B018
+            steps.append(step)
+    assert steps == list(range(STEPS))
+
+
 @pytest.mark.parametrize("how", ["iter", "all"])
 def test_an_open_loop_meets_every_call_and_ends_with_a_warning(
     model: NNsight, net: Recurrent, x: torch.Tensor, how: str

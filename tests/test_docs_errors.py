@@ -328,6 +328,11 @@ class Mistakes(Models):
 
         self.change_cache(cut)
 
+    def loss_without_gradient(self) -> None:
+        with torch.no_grad(), self.trace(self.x):
+            with self.model.output.sum().backward():
+                pass
+
     def gradient_of_none(self) -> None:
         with torch.no_grad(), self.trace(self.x):
             hidden = self.model[0].output

@@ -54,7 +54,7 @@ class Generation:
         if is_routed and hasattr(getattr(module, "generation_config", None), "disable_compile"):
             # With a static cache transformers would compile the model itself: past the blocks, and past what compiles it here.
             kwargs.setdefault("disable_compile", True)
-        if run is not None and "streamer" not in kwargs and kwargs.get("num_beams", 1) == 1:
+        if run is not None and "streamer" not in kwargs and _configured(module, kwargs)["num_beams"] == 1:
             kwargs["streamer"] = Streamer()
         output = module.generate(*args, **kwargs)
         return output if run is None else run.handle("model.generator.output", output)

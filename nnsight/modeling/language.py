@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..demo import NAME as DEMO_NAME
@@ -48,8 +49,8 @@ class LanguageModel(TextInput, MetaMixin):
         tokenizer: The tokenizer, or the name or folder to load it from. By default that of ``model`` if
             ``model`` is a name; a model that is loaded already has none and then takes token ids only.
         compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled.
-        automodel: The class whose ``from_pretrained`` loads the model: ``AutoModelForSeq2SeqLM`` for T5,
-            ``AutoModelForMaskedLM`` for BERT. One that can make no model of a configuration (``from_config``) loads at once.
+        automodel: The class whose ``from_pretrained`` loads the model, or its name in transformers: ``AutoModelForSeq2SeqLM``
+            for T5, ``AutoModelForMaskedLM`` for BERT. One that can make no model of a configuration (``from_config``) loads at once.
         dispatch: Load the weights at once. By default the model begins on the meta device, without weights, and the first
             run, or :meth:`dispatch`, loads them; :meth:`scan` works without.
         tokenizer_kwargs: Options of the tokenizer, such as ``{"truncation_side": "left"}``: for loading it, if it is loaded here,
@@ -88,6 +89,10 @@ class LanguageModel(TextInput, MetaMixin):
         tokenizer_kwargs: dict[str, Any] | None = None,
         **from_pretrained_kwargs: Any,
     ) -> None:
+        if isinstance(automodel, str):
+            if not hasattr(transformers, automodel):
+                raise ValueError(f"transformers has no class {automodel!r}, which automodel= names.")
+            automodel = getattr(transformers, automodel)
         options = from_pretrained_kwargs
         if "torch_dtype" in options:  # the former name, about which transformers warns
             options["dtype"] = options.pop("torch_dtype")

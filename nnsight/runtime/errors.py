@@ -29,6 +29,10 @@ class UncompiledWarning(UserWarning):
     """A call of a compiled model, or a part of it, ran uncompiled. Its results are right, and take longer."""
 
 
+class NNsightDeprecationWarning(FutureWarning):
+    """The category for uses of this package that are to be written in another way."""
+
+
 def passed_message(location: str, occurrence: int, visited: str | None) -> str:
     """Explain a request for a location that the run has already passed."""
     here = f" The block last stopped at `{visited}`." if visited else ""

@@ -156,6 +156,7 @@ class InterleavingTracer(RunControls, Tracer):
         detach: bool = True,
         include_output: bool = True,
         include_inputs: bool = False,
+        non_blocking: bool = False,
     ) -> Cache:
         """Keep what modules return, and are given, from here on. The cache is saved without ``.save()``.
 
@@ -166,6 +167,7 @@ class InterleavingTracer(RunControls, Tracer):
             detach: Whether tensors are detached from autograd.
             include_output: Keep what modules return.
             include_inputs: Keep all their arguments.
+            non_blocking: As for :meth:`torch.Tensor.to`.
 
         Raises:
             ValueError: Outside a block, for a module that is not part of the model, or if nothing is to be kept.
@@ -177,7 +179,7 @@ class InterleavingTracer(RunControls, Tracer):
             raise ValueError("tracer.cache() was called on a tracer whose trace has ended: use the one of this block.")
         paths = paths_to_cache(modules, list(model._tree.names()), model._alias_paths())
         keys = ["input"] * include_inputs + ["output"] * include_output
-        made = Cache(paths, model._alias_paths(), device, dtype, detach, keys)
+        made = Cache(paths, model._alias_paths(), device, dtype, detach, keys, non_blocking)
         assert mediator.interleaver is not None
         made.attach(mediator.interleaver, mediator)
         return save(made)
@@ -346,12 +348,14 @@ class InterleavingTracer(RunControls, Tracer):
         first = invokes[0]
         if len(invokes) == 1:
             args, kwargs = model._prepare_input(*first.args, **first.kwargs)[:2]
+            first.note((args, kwargs))
             return (args, {**kwargs, **shared}), {}
         batched: Arguments | None = None
         parts: list[Arguments] = []
         sizes: list[int] = []
         for invoke in invokes:
             args, kwargs = model._prepare_input(*invoke.args, **invoke.kwargs)[:2]
+            invoke.note((args, kwargs))
             batched, size = model._batch(batched, *args, **kwargs)
             parts.append((args, kwargs))
             sizes.append(size)

@@ -137,6 +137,7 @@ def test_operations_are_named_after_what_is_called_inner_calls_first(model: NNsi
         "self_combine_0",
     ]
     assert len(model.layers[0].source) == 10
+    assert model.layers[0].source.names == tuple(model.layers[0].source)
     assert "F_gelu_0" in model.layers[0].source and "F_gelu_1" not in model.layers[0].source
 
 
@@ -163,6 +164,20 @@ def test_listing_installs_nothing(model: NNsight, x: torch.Tensor) -> None:
 
 
 # -- values --------------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_what_iterating_gives_are_names_and_operations(model: NNsight, x: torch.Tensor, compile: bool) -> None:
+    (operation,) = model.head.source
+    assert operation == "F_linear_0" and operation.name == "F_linear_0" and {operation} == {"F_linear_0"}
+    assert operation.path == "model.head.source.F_linear_0"
+    with model.trace(x, compile=compile):
+        before = operation.output.clone().save()
+        operation.output = operation.output * 2
+        after = model.head.output.save()
+    assert torch.equal(before * 2, after)
+    with pytest.raises(AttributeError):
+        operation.nonsense  # noqa: B018
 
 
 @both

@@ -557,6 +557,13 @@ def test_the_class_that_loads_can_be_chosen(t5: Module, original_tokenizer: Any,
     assert torch.equal(logits_of(model, TEXT), logits_of(LanguageModel(t5, original_tokenizer), TEXT))
 
 
+def test_the_class_that_loads_by_its_name(saved: Path, ids: torch.Tensor) -> None:
+    model = LanguageModel(str(saved), automodel="AutoModel", dispatch=True)
+    assert type(model._module).__name__ == "GPT2Model"
+    with pytest.raises(ValueError, match="no class 'NoSuchModel'"):
+        LanguageModel(str(saved), automodel="NoSuchModel")
+
+
 def test_a_folder_without_tokenizer_files_is_told_from_an_empty_prompt(saved: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         os.remove(saved / name)

@@ -382,3 +382,22 @@ def test_what_lies_behind_a_stop_is_out_of_order(model: Rows, a: torch.Tensor, b
     assert_no_instrumentation(model._module)
 
 
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_an_invoke_knows_its_input(model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
+    for factor in (1.0, 2.0, 3.0):
+        one_input, two_input = a * factor, b * factor
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(one_input) as one:
+                seen = [*one.args, *one.inputs[0], model.input.clone()].save()
+            with tracer.invoke(two_input) as two:
+                other = (two.inputs[0][0] * 2).save()
+            with tracer.invoke() as three:
+                none = [three.inputs, three.args, three.kwargs].save()
+        assert all(torch.equal(found, one_input) for found in seen)
+        assert torch.equal(other, two_input * 2)
+        assert none == [None, (), {}]

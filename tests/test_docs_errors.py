@@ -334,9 +334,9 @@ class Mistakes(Models):
                 pass
 
     def gradient_of_none(self) -> None:
-        with torch.no_grad(), self.trace(self.x):
-            hidden = self.model[0].output
-            with self.model.output.requires_grad_().sum().backward():
+        with self.trace(self.x):
+            hidden = self.model[0].output.detach()
+            with self.model.output.sum().backward():
                 hidden.grad  # noqa: B018
 
     def gradient_elsewhere(self) -> None:

@@ -376,7 +376,7 @@ class NNsight(Editable):
             The joined arguments ``(args, kwargs)`` and the number of rows of this invoke.
         """
         raise NotImplementedError(
-            f"Batching is not implemented for {type(self).__name__}: it does not know how to join the inputs of several "
+            f"Batching is not implemented for {type(self).__name__}: it does not support batching, as it cannot join the inputs of several "
             "invokes. Use one invoke with input (any number of invokes without input can follow it), or define "
             "`_prepare_input` and `_batch` in a subclass."
         )

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ..runtime.tracer import Arguments
@@ -48,6 +49,9 @@ _CACHES = ("cache", "past_key_values", "cache_params")
 
 #: Arguments with one row per prompt that join the prompts of several invokes.
 _BATCH_NAMES = {"input_ids", "inputs_embeds", *_ROWS}
+
+#: The ids with which decoders begin that were given none.
+_started = WeakIdKeyDictionary()
 
 #: Target that the losses of PyTorch skip.
 _IGNORED_LABEL = -100
@@ -115,18 +119,24 @@ class TextInput:
         for name, value in given.items():
             is_rows = name in _ROWS and value is not None
             prepared[name] = self._tensor(name, value, width) if is_rows else value
-
+        for name in ("inputs_embeds", "decoder_inputs_embeds"):
+            if getattr(prepared.get(name), "ndim", 0) == 2:  # one row
+                prepared[name] = prepared[name].unsqueeze(0)
+        _check_rows(prepared)
         if self._is_encoder_decoder and "decoder_input_ids" in accepted:
             self._start_decoder(prepared)
         elif "position_ids" in accepted and self._is_padded_left:
             _count_positions(prepared)
         optional = _TOKENIZER_EXTRAS if any_name else _TOKENIZER_EXTRAS | {"attention_mask"}
         device = self._input_device()
-        return (), {
+        arguments = {
             name: value.to(device) if device is not None and isinstance(value, torch.Tensor) else value
             for name, value in prepared.items()
             if name in accepted or name not in optional
         }
+        if given.get("decoder_input_ids") is None and "decoder_input_ids" in arguments:
+            _started[arguments["decoder_input_ids"]] = True
+        return (), arguments
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the prompts of one more invoke to those before it, padded to one rectangle."""
@@ -140,10 +150,12 @@ class TextInput:
                 if before is not added and before != added:
                     raise ValueError(f"`{name}` differs between invokes: {before!r} and {added!r}. They run as one batch.")
                 joined[name] = added
-            elif before is None or added is None:
+            elif before is None or added is None or (before in _started) != (added in _started):
                 raise ValueError(f"Only some of the invokes have `{name}`: they run as one batch, so all need it.")
             else:
                 joined[name] = self._stack(name, before, added)
+                if added in _started:
+                    _started[joined[name]] = True
         return ((), joined), rows
 
     def _stack(self, name: str, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
@@ -219,6 +231,8 @@ class TextInput:
             own_length = self._is_encoder_decoder and name in _DECODER_ROWS
             value = self._pad(name, [list(row) for row in value], 0 if own_length else width)
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+        if tensor.ndim == 0:  # a class
+            return tensor.unsqueeze(0)
         if tensor.ndim != 1:
             return tensor
         # Labels that are not as long as the prompt are classes, one for each prompt.
@@ -321,6 +335,22 @@ def refuse_options(options: Mapping[str, Any], form: str) -> None:
     if any(options.values()):
         names = ", ".join(f"`{name}`" for name, value in options.items() if value)
         raise ValueError(f"{names}: an option for what tokenizer or chat template make of a prompt, and this one is {form}.")
+
+
+def _check_rows(prepared: dict[str, Any]) -> None:
+    """Let single rows of token types and positions be for all prompts.
+
+    Raises:
+        ValueError: If another argument has not one row for each prompt.
+    """
+    source = prepared.get("input_ids", prepared.get("inputs_embeds"))
+    for name in _ROWS & prepared.keys():
+        value = prepared[name]
+        if source is None or value is None or value.ndim > 2 or len(value) == len(source):
+            continue
+        if len(value) != 1 or name not in ("position_ids", "token_type_ids"):
+            raise ValueError(f"`{name}` has {len(value)} rows, and there are {len(source)} prompts: it needs one row for each.")
+        prepared[name] = value.expand(len(source), -1)
 
 
 def _count_positions(prepared: dict[str, Any]) -> None:

@@ -138,8 +138,8 @@ class InterleavingTracer(RunControls, Tracer):
             raise ValueError("Cannot invoke: this trace has ended. Open invokes inside its block.")
         if self._invokes is None:
             raise ValueError(
-                "Cannot invoke during an active model execution: invokes stand side by side in the block of a trace "
-                "that was given no input, and before anything in it reads a value of the model."
+                "Cannot invoke during an active model execution, the model is already running: invokes stand side by side in the "
+                "block of a trace that was given no input, and before anything in it reads a value of the model."
             )
         return Invoker(self, args, kwargs)
 
@@ -337,8 +337,8 @@ class InterleavingTracer(RunControls, Tracer):
             return self._join(model, with_input, {name: value for name, value in kwargs.items() if name not in names})
         if not args and not kwargs:
             raise ValueError(
-                "The model did not execute: trace() was given no input. Pass one, as in `model.trace(x)`, or open "
-                "`with tracer.invoke(x):` inside the block."
+                "The model did not execute: trace() was given no input. It needs an input, as in `model.trace(x)`, or "
+                "an invoke with one, `with tracer.invoke(x):`, inside the block."
             )
         args, kwargs = model._prepare_input(*args, **kwargs)[:2]
         return (args, kwargs), {}

@@ -360,6 +360,32 @@ def test_what_tokenizers_add_is_kept_from_models_without_it(llama: Module, bert_
     assert torch.equal(logits_of(model, **encoding), expected)
 
 
+def test_the_number_of_rows_of_each_argument(bert: Module, model: LanguageModel, t5: Module) -> None:
+    with pytest.raises(ValueError, match="`attention_mask` has 1 rows, and there are 2 prompts"):
+        logits_of(model, [[1, 2], [3, 4]], attention_mask=[[1, 1]])
+    with pytest.raises(ValueError, match="`labels` has 3 rows, and there are 2 prompts"):
+        logits_of(model, [[1, 2], [3, 4]], labels=[[1, 2], [3, 4], [5, 6]])
+    types = LanguageModel(bert)
+    assert prepared(types, [[1, 2], [3, 4]], token_type_ids=[0, 1])["token_type_ids"].tolist() == [[0, 1]] * 2
+    assert prepared(model, inputs_embeds=torch.ones(3, 16))["inputs_embeds"].shape == (1, 3, 16)
+    for label in (1, torch.tensor(1), [1]):
+        assert prepared(types, [1, 2, 3], labels=label)["labels"].tolist() == [1]
+    translator = LanguageModel(t5)
+    with pytest.raises(ValueError, match="Only some of the invokes have `decoder_input_ids`"):
+        with translator.trace() as tracer:
+            with tracer.invoke([3, 4], decoder_input_ids=[0, 5]):
+                translator.output.save()
+            with tracer.invoke([3]):
+                pass
+    with translator.trace() as tracer:
+        for prompt in ([3, 4], [3], [5]):
+            with tracer.invoke(prompt):
+                pass
+        with tracer.invoke():
+            logits = translator.output.logits.save()
+    assert logits.shape[:2] == (3, 1)
+
+
 def test_labels_are_padded_with_ignored_ones(model: LanguageModel, gpt2: Module, ids: torch.Tensor) -> None:
     rows = model.tokenizer(TEXTS)["input_ids"]
     arguments = prepared(model, TEXTS, labels=rows)

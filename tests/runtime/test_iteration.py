@@ -18,7 +18,7 @@ from ..conftest import Rows, agree, assert_no_instrumentation, both, same
 from ..contract.guide import PARIS, language_model
 
 STEPS = 5
-ENDED = "which did not occur: the model had finished"
+ENDED = "which was never reached: the model had finished"
 
 
 class Recurrent(torch.nn.Module):

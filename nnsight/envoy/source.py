@@ -62,9 +62,7 @@ class Source:
         operation = operations.get(name)
         if operation is None:
             hint = did_you_mean(name, operations)
-            raise AttributeError(
-                f"`{self._path}.source` has no operation `{name}`.{hint} `print(model….source)` lists all {len(operations)}."
-            )
+            raise AttributeError(f"`{self._path}.source` has no operation `{name}`.{hint} There are: {', '.join(operations)}.")
         return OperationEnvoy(self, name, operation)
 
     def __dir__(self) -> list[str]:

@@ -96,6 +96,7 @@ class Generation:
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Return the arguments of ``generate``: it counts positions and starts decoders itself."""
+        kwargs |= kwargs.pop("generate_kwargs", None) or {}
         given = {"position_ids", "decoder_input_ids"} & kwargs.keys()
         longest = {"max_length": kwargs["max_length"]} if kwargs.get("max_length") is not None else {}
         if longest and not kwargs.get("truncation"):  # of the tokenizer, too, where it truncates

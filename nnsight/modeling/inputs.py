@@ -38,7 +38,9 @@ _DECODER_ROWS = {"decoder_input_ids", "decoder_attention_mask", "labels"}
 _ROWS = {"attention_mask", "token_type_ids", "position_ids", *_DECODER_ROWS}
 
 #: Options of tokenizers, for prompts that are text or chats, and those of chat templates.
-_CHAT_OPTIONS = {"add_generation_prompt", "chat_template", "continue_final_message", "documents", "tools"}
+_CHAT_OPTIONS = {
+    *("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "documents", "tools"),
+}
 _TEXT_OPTIONS = {
     *("add_special_tokens", "max_length", "pad_to_multiple_of", "padding", "return_overflowing_tokens", "stride"),
     *("text_pair", "truncation", "tokenizer_kwargs"),
@@ -212,6 +214,7 @@ class TextInput:
         of_tokenizer = {name: value for name, value in options.items() if name in _TEXT_OPTIONS - {"tokenizer_kwargs"}}
         of_tokenizer |= options.get("tokenizer_kwargs") or {}
         rendering = {name: value for name, value in options.items() if name in _CHAT_OPTIONS}
+        rendering |= rendering.pop("chat_template_kwargs", None) or {}
         for name in ("padding", "truncation", "max_length"):
             if name in of_tokenizer:
                 rendering[name] = of_tokenizer.pop(name)

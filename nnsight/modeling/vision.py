@@ -163,6 +163,7 @@ class VisionLanguageModel(LanguageModel):
             )
         options: dict[str, Any] = {"padding": True, **(given.pop("tokenizer_kwargs", None) or {}), "return_tensors": "pt"}
         of_chat = {name: given.pop(name) for name in _CHAT_OPTIONS & given.keys()}
+        of_chat |= of_chat.pop("chat_template_kwargs", None) or {}
         options |= given
         if not _is_text(prompt):
             chats = prompt if isinstance(prompt[0], (list, tuple)) else [prompt]

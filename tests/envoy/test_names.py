@@ -152,13 +152,16 @@ def test_modules_found_by_another_way_than_their_name_are_envoys() -> None:
 
 @pytest.mark.parametrize("name", ["head", "output", "input", "trace", "path"])
 def test_a_taken_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"already has an attribute `{name}`"):
+    what = "a child" if name == "head" else "an attribute of NNsight"
+    with pytest.raises(ValueError, match=f"already has an attribute `{name}`, {what}"):
         make(rename={"transformer": name})
+    with pytest.raises(ValueError, match="attribute `x`, another further name"):
+        make(rename={"transformer": "x", "head": "x"})
 
 
 def test_a_name_of_the_module_is_taken() -> None:
     """An attribute of the module would be hidden by the envoy."""
-    with pytest.raises(ValueError, match="already has an attribute `width`"):
+    with pytest.raises(ValueError, match="already has an attribute `width`, an attribute of Net"):
         make(rename={"transformer": "width"})
 
 

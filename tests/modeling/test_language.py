@@ -466,7 +466,7 @@ def test_options_of_the_tokenizer_reach_it_for_each_invoke(model: LanguageModel,
 
 
 def test_options_of_the_tokenizer_in_a_generation(model: LanguageModel, ids: torch.Tensor) -> None:
-    with model.generate(TEXT, truncation=True, max_length=3, max_new_tokens=2) as tracer:
+    with model.generate(TEXT, truncation=True, max_length=3, generate_kwargs={"max_new_tokens": 2}) as tracer:
         made = tracer.result.save()
     assert torch.equal(made[:, :3], ids[:, :3]) and made.shape[1] == 5
     width = ids.shape[1] + 3
@@ -481,6 +481,8 @@ def test_options_of_chats(model: LanguageModel, tokenizer: Any) -> None:
     whole = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
     assert prepared(model, chat, add_generation_prompt=False)["input_ids"].tolist() == [whole]
     assert prepared(model, chat, truncation=True, max_length=2)["input_ids"].tolist() == [whole[:2]]
+    model.tokenizer.chat_template = "{{ word }}"
+    assert prepared(model, chat, chat_template_kwargs={"word": "user"})["input_ids"].tolist() == [tokenizer("user")["input_ids"]]
 
 
 def test_options_set_on_the_tokenizer(gpt2: Module, tokenizer: Any) -> None:

@@ -141,6 +141,30 @@ def test_operations_are_named_after_what_is_called_inner_calls_first(model: NNsi
     assert "F_gelu_0" in model.layers[0].source and "F_gelu_1" not in model.layers[0].source
 
 
+@both
+def test_subscripts_are_left_out_of_names(compile: bool) -> None:
+    class Listed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+            self.functions = {"relu": [torch.relu]}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            x = self.layers[1].forward(x)
+            x = self.functions["relu"][0](x)
+            return (x + x).mean()
+
+    model = NNsight(Listed(), compile={"backend": "eager"})
+    assert model.source.names == ("self_layers_0", "self_layers_forward_0", "self_functions_0", "mean_0")
+    given = torch.ones(1, 4)
+    with model.trace(given, compile=compile):
+        hidden = model.source.self_layers_0.output.save()
+        made = model.source.self_functions_0.output.save()
+    assert torch.equal(hidden, model._module.layers[0](given))
+    assert torch.equal(made, torch.relu(model._module.layers[1](hidden)))
+
+
 def test_printing_shows_names_beside_lines(model: NNsight) -> None:
     lines = str(model.layers[0].source).splitlines()
     (line,) = (line for line in lines if "F.gelu" in line)

@@ -585,9 +585,11 @@ def test_the_class_that_loads_can_be_chosen(t5: Module, original_tokenizer: Any,
     assert torch.equal(logits_of(model, TEXT), logits_of(LanguageModel(t5, original_tokenizer), TEXT))
 
 
-def test_the_class_that_loads_by_its_name(saved: Path, ids: torch.Tensor) -> None:
+def test_the_class_that_loads_by_its_name_and_options_of_the_tokenizer(saved: Path, ids: torch.Tensor) -> None:
     model = LanguageModel(str(saved), automodel="AutoModel", dispatch=True)
     assert type(model._module).__name__ == "GPT2Model"
+    model = LanguageModel(str(saved), tokenizer_kwargs={"padding_side": "right", "model_max_length": 7})
+    assert (model.tokenizer.padding_side, model.tokenizer.model_max_length) == ("right", 7)
     with pytest.raises(ValueError, match="no class 'NoSuchModel'"):
         LanguageModel(str(saved), automodel="NoSuchModel")
 

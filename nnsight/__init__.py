@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from .modeling.vision import VisionLanguageModel
     from .program.program import Program
     from .remote.client.fleet import compare, is_model_running, ndif_status, status
-    from .runtime.errors import UncompiledWarning
+    from .runtime.errors import NNsightDeprecationWarning, UncompiledWarning
+    from .util import Object
 
 __version__ = "0.9.0.dev0"
 
@@ -43,6 +44,8 @@ _LAZY = {
     "Envoy": ".envoy",
     "LanguageModel": ".modeling.language",
     "NNsight": ".modeling.base",
+    "NNsightDeprecationWarning": ".runtime.errors",
+    "Object": ".util",
     "Program": ".program.program",
     "UncompiledWarning": ".runtime.errors",
     "VisionLanguageModel": ".modeling.vision",
@@ -60,6 +63,8 @@ __all__ = [
     "Envoy",
     "LanguageModel",
     "NNsight",
+    "NNsightDeprecationWarning",
+    "Object",
     "Program",
     "UncompiledWarning",
     "VisionLanguageModel",

@@ -49,7 +49,7 @@ class ApiConfig(Section):
 
     Attributes:
         HOST: URL of the service; environment variable ``NDIF_HOST``.
-        KEY: The user's key, a secret; environment variable ``NDIF_API_KEY``.
+        KEY: The user's key, a secret; environment variable ``NDIF_API_KEY``. ``APIKEY`` is another name for it.
         CUTS: How many jobs a remote trace or session may send for values that its block needs in Python; with 0, such a
             block is refused.
     """
@@ -59,6 +59,7 @@ class ApiConfig(Section):
     HOST = Option("https://api.ndif.us", variable="NDIF_HOST")
     KEY: Option[str | None] = Option(None, variable="NDIF_API_KEY", secret=True)
     CUTS = Option(16)
+    APIKEY = property(lambda self: self.KEY, lambda self, key: setattr(self, "KEY", key))
 
 
 @dataclass(frozen=True, eq=False, repr=False)

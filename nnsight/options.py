@@ -94,7 +94,7 @@ class Section:
         return {name: option for name, option in vars(cls).items() if isinstance(option, Option)}
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.options():
+        if name not in self.options() and not isinstance(getattr(type(self), name, None), property):
             raise AttributeError(f"CONFIG.{self.title} has no option {name!r}. There are {', '.join(self.options())}.")
         object.__setattr__(self, name, value)
 

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import reduce
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-__all__ = ["WrapperModule", "apply", "fetch_attr"]
+__all__ = ["Object", "WrapperModule", "apply", "fetch_attr", "from_import_path", "to_import_path"]
+
+
+class Object(torch.Tensor if TYPE_CHECKING else object):  # type: ignore[misc]
+    """For annotations of values of a trace, which type checkers then take for tensors; nothing is an instance."""
 
 
 class WrapperModule(torch.nn.Module):
@@ -32,13 +37,39 @@ def fetch_attr(object: Any, path: str) -> Any:
     return reduce(getattr, filter(None, path.split(".")), object)
 
 
+def to_import_path(cls: Any) -> str:
+    """Return module and qualified name of a class or function, joined by a dot."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def from_import_path(path: str) -> Any:
+    """Return the class or function that :func:`to_import_path` made ``path`` of.
+
+    Raises:
+        ImportError: If there is no such module.
+        AttributeError: If the module has no such name.
+    """
+    parts = path.split(".")
+    for length in range(len(parts) - 1, 0, -1):
+        try:
+            module = import_module(".".join(parts[:length]))
+        except ModuleNotFoundError as error:
+            if error.name is None or not path.startswith(error.name):
+                raise
+            continue
+        return fetch_attr(module, ".".join(parts[length:]))
+    raise ImportError(f"{path!r} is no path of a module and a name in it.")
+
+
 def apply(data: Any, fn: Callable[[Any], Any], cls: type) -> Any:
-    """Return ``data`` with ``fn`` applied to every instance of ``cls`` in it, through lists, tuples, dicts and slices."""
+    """Return ``data`` with ``fn`` applied to every instance of ``cls`` in it, through lists, tuples, sets, dicts and slices."""
     if isinstance(data, cls):
         return fn(data)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
         return type(data)(*(apply(item, fn, cls) for item in data))
     if type(data) in (list, tuple):
+        return type(data)(apply(item, fn, cls) for item in data)
+    if type(data) in (set, frozenset):
         return type(data)(apply(item, fn, cls) for item in data)
     if isinstance(data, dict):
         return {key: apply(value, fn, cls) for key, value in data.items()}

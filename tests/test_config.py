@@ -357,3 +357,12 @@ def test_without_a_file_nothing_heavy_is_imported() -> None:
     assert run(code) == "light"
 
 
+
+
+def test_another_name_of_the_key() -> None:
+    config = Config()
+    config.API.APIKEY = "hidden-key"
+    assert config.API.KEY == config.API.APIKEY == "hidden-key"
+    assert "APIKEY" not in repr(config)
+    with pytest.raises(TypeError, match=r"CONFIG\.API\.KEY is of type str"):
+        config.API.APIKEY = 7

@@ -328,10 +328,15 @@ class Mistakes(Models):
 
         self.change_cache(cut)
 
-    def gradient_of_none(self) -> None:
+    def loss_without_gradient(self) -> None:
         with torch.no_grad(), self.trace(self.x):
-            hidden = self.model[0].output
-            with self.model.output.requires_grad_().sum().backward():
+            with self.model.output.sum().backward():
+                pass
+
+    def gradient_of_none(self) -> None:
+        with self.trace(self.x):
+            hidden = self.model[0].output.detach()
+            with self.model.output.sum().backward():
                 hidden.grad  # noqa: B018
 
     def gradient_elsewhere(self) -> None:
@@ -411,6 +416,9 @@ class Mistakes(Models):
 
     def rename_nothing(self) -> None:
         NNsight(self.model._module, rename={"transformer.h": "layers"})
+
+    def rename_several(self) -> None:
+        NNsight(self.model._module, rename={torch.nn.Module: "child"})
 
     def rename_taken(self) -> None:
         NNsight(self.model._module, rename={"0": "forward"})

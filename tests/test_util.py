@@ -7,9 +7,10 @@ import collections
 import pytest
 import torch
 
+import nnsight
 from nnsight import NNsight
 from nnsight.intervention.tracing.globals import Object
-from nnsight.util import WrapperModule, apply, fetch_attr
+from nnsight.util import WrapperModule, apply, fetch_attr, from_import_path, to_import_path
 
 from .conftest import both
 
@@ -75,3 +76,19 @@ def test_values_of_a_trace_are_tensors_and_no_objects_of_their_own() -> None:
         hidden = model.layers[0].output.save()
     assert isinstance(hidden, torch.Tensor)
     assert not isinstance(hidden, Object)
+
+
+def test_names_of_classes_lead_back_to_them() -> None:
+    for known in (torch.nn.Linear, NNsight, collections.abc.Mapping, Net):
+        assert from_import_path(to_import_path(known)) is known
+    assert to_import_path(collections.OrderedDict) == "collections.OrderedDict"
+    with pytest.raises(ImportError, match="no_such"):
+        from_import_path("no_such.thing")
+    with pytest.raises(AttributeError):
+        from_import_path("collections.no_such")
+
+
+def test_names_at_the_top() -> None:
+    assert nnsight.Object is Object
+    assert issubclass(nnsight.NNsightDeprecationWarning, FutureWarning)
+    assert {"Object", "NNsightDeprecationWarning"} <= {*nnsight.__all__}

@@ -200,7 +200,10 @@ class Mediator(runtime.Mediator):
         """Give the block the value it waits for, wherever that is; return what it made of it."""
         if self.waiting is None:
             raise ValueError("The block does not wait for a value, so there is nothing to respond to.")
-        return self.visit(*self.waiting, value)
+        run, value = self.interleaver, self.visit(*self.waiting, value)
+        if run is not None:
+            run.end_if_stopped()
+        return value
 
     def handle_value_event(self, requester: str, provider: str) -> bool:
         """Give the block the value of the run's batcher, which becomes what the block makes of it, if it waits at ``provider``.

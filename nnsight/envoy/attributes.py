@@ -8,24 +8,55 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..runtime.iteration import Iterations
 from ..tracing.errors import did_you_mean
 
 if TYPE_CHECKING:
     from .envoy import Envoy
 
 
-def _device(module: torch.nn.Module) -> torch.device | None:
+def _device(envoy: Envoy) -> torch.device | None:
     """Return where the first parameter is, or the first buffer; None without any."""
+    module = envoy._module
     return next((tensor.device for tensors in (module.parameters(), module.buffers()) for tensor in tensors), None)
 
 
-def _devices(module: torch.nn.Module) -> set[torch.device]:
+def _devices(envoy: Envoy) -> set[torch.device]:
     """Return where the parameters are, or, without any, the buffers."""
+    module = envoy._module
     return {parameter.device for parameter in module.parameters()} or {buffer.device for buffer in module.buffers()}
 
 
+def _root(envoy: Envoy) -> Any:
+    """Return the wrapper of the model that ``envoy`` is part of; None if it is gone."""
+    roots: list[Any] = sorted(envoy._tree.roots, key=lambda root: len(root._edits))  # a copy with edits comes last
+    below = envoy._path.removeprefix(envoy._tree.path).split(".")[1:]
+    return envoy if not below else next((root for root in roots if root._descend(below) is envoy), None)
+
+
+def _parent(envoy: Envoy) -> Envoy | None:
+    """Return the envoy that has ``envoy`` as a child; None for a root, and if the wrapper of the model is gone."""
+    root, below = _root(envoy), envoy._path.removeprefix(envoy._tree.path).split(".")[1:-1]
+    return None if root is envoy or root is None else root._descend(below)
+
+
+def _original(envoy: Envoy) -> Envoy:
+    """Return the envoy of a module that was compiled by ``torch.compile``, whose envoy is that of what was compiled."""
+    if "_unwrapped" not in envoy.__dict__:
+        raise AttributeError(unknown_attribute(envoy, "_orig_mod"))
+    return envoy
+
+
 #: Attributes of envoys whose modules have none of that name.
-DERIVED: dict[str, Callable[[torch.nn.Module], Any]] = {"device": _device, "devices": _devices}
+DERIVED: dict[str, Callable[[Envoy], Any]] = {
+    "all": lambda envoy: lambda: Iterations()[:],
+    "device": _device,
+    "devices": _devices,
+    "iter": lambda envoy: Iterations(),
+    "parent": _parent,
+    "root": _root,
+    "_orig_mod": _original,
+}
 
 
 def with_child_named(base: type[Envoy], name: str) -> type[Envoy]:
@@ -40,8 +71,15 @@ def with_child_named(base: type[Envoy], name: str) -> type[Envoy]:
     def child(self: Envoy) -> Envoy:
         return self._children[name]
 
-    namespace = {name: property(child), f"nns_{name}": moved, "__module__": base.__module__, "_moved": name}
+    namespace = {name: property(child), f"E_{name}": property(child), f"nns_{name}": moved, "__module__": base.__module__, "_moved": name}
     return type(base.__name__, (base,), namespace)
+
+
+def ends_with(path: str, end: str) -> bool:
+    """Whether ``path`` ends with the components of ``end``, in which ``*`` is any one."""
+    parts = end.strip(".").split(".")
+    last = path.split(".")[-len(parts) :]
+    return len(last) == len(parts) and all(part in ("*", found) for part, found in zip(parts, last, strict=True))
 
 
 def unknown_attribute(envoy: Envoy, name: str) -> str:

@@ -27,7 +27,7 @@ from ..runtime.modules.located import Located
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.uncompiled import uncompiled
 from ..tracing.source import calls_for_with
-from .attributes import DERIVED, unknown_attribute, with_child_named
+from .attributes import DERIVED, ends_with, unknown_attribute, with_child_named
 from .source import Source, source_of
 
 #: Which class the envoys of a tree have.
@@ -43,7 +43,8 @@ class Envoy(Located):
         tree: The tree it belongs to; a new one is made for a root.
         known: Envoys made so far, by module, so that a module shared by two parents has one envoy.
         envoys: The class of the envoys below: one class, or a class for each type of module (looked up along the
-            module's base classes) or end of a path (``"attn"``, ``"mlp.act"``); plain envoys for modules it does not name.
+            module's base classes) or else end of a path (``"attn"``, ``"mlp.act"``, ``"layers.*"`` for every entry of ``layers``);
+            plain envoys for modules it does not name.
     """
 
     _path: str
@@ -148,8 +149,8 @@ class Envoy(Located):
         Inside a block the module is applied to the block's own values, outside its normal place in the forward pass:
         no location is passed and no hook of the module runs.
 
-        With ``hook`` the module's locations are passed all the same, so that other invokes can read and edit its input and
-        output: for modules that are not part of the forward pass, such as an autoencoder added to the model.
+        With ``hook`` the locations of the module, and of those below it, are passed all the same, so that other invokes can read
+        and edit them: for modules that are not part of the forward pass, such as an autoencoder added to the model.
         """
         if is_compiling():
             load("call_edited")  # dynamo then knows what the active run is
@@ -160,19 +161,26 @@ class Envoy(Located):
             return self._module(*args, **kwargs)
         if run.recorder is not None:
             return run.recorder.apply(self._path, self._module, args, kwargs, hook)
-        if hook:
-            args, kwargs = run.handle(f"{self._path}.input", (args, kwargs))
-        output = self._module.forward(*args, **kwargs)
-        return run.handle(f"{self._path}.output", output) if hook else output
+        if not hook:
+            return self._module.forward(*args, **kwargs)
+        args, kwargs = run.handle(f"{self._path}.input", (args, kwargs))
+        skipped = () if is_compiling() else run.take_skip(f"{self._path}.input")
+        if not skipped:
+            run.lend_turn()
+            try:
+                output = self._module.forward(*args, **kwargs)
+            finally:
+                run.take_turn_back()
+        return run.handle(f"{self._path}.output", skipped[0] if skipped else output)
 
     def __getitem__(self, key: Any) -> Any:
         """Return the child at an index, slice or key of a container module."""
         if isinstance(key, slice):
             return list(self._children.values())[key]
         if isinstance(key, str):
-            if key not in self._children:
+            if key not in self._children and key not in self._aliases:
                 raise KeyError(unknown_attribute(self, key))
-            return self._children[key]
+            return self._children[key] if key in self._children else self.__dict__[key]
         children = list(self._children.values())
         try:
             return children[key]
@@ -183,7 +191,7 @@ class Envoy(Located):
         return len(self._children)
 
     def __bool__(self) -> bool:
-        return True
+        return bool(self._children) or not hasattr(type(self._module), "__len__")
 
     def __iter__(self) -> Iterator[Envoy]:
         return iter(self._children.values())
@@ -202,15 +210,22 @@ class Envoy(Located):
         return source_of(self)
 
     def modules(self, include_fn: Callable[[Envoy], bool] | None = None, names: bool = False) -> list[Any]:
-        """Return this envoy and all below it for which ``include_fn`` is true, each once; with ``names``, pairs of path and envoy."""
-        found: dict[int, Envoy] = {}
-        pending: list[Envoy] = [self]
+        """Return this envoy and all below it for which ``include_fn`` is true, each once; with ``names``, pairs of path and envoy.
+
+        Children come before the envoy that has them, this one comes last.
+        """
+        found: list[Envoy] = []
+        entered: set[int] = set()
+        pending: list[tuple[Envoy, bool]] = [(self, False)]
         while pending:
-            envoy = pending.pop()
-            if id(envoy) not in found:
-                found[id(envoy)] = envoy
-                pending.extend(reversed(envoy._children.values()))
-        chosen = [envoy for envoy in found.values() if include_fn is None or include_fn(envoy)]
+            envoy, is_behind_its_children = pending.pop()
+            if is_behind_its_children:
+                found.append(envoy)
+            elif id(envoy) not in entered:
+                entered.add(id(envoy))
+                pending.append((envoy, True))
+                pending.extend((child, False) for child in reversed(envoy._children.values()))
+        chosen = [envoy for envoy in found if include_fn is None or include_fn(envoy)]
         return [(envoy._path, envoy) for envoy in chosen] if names else chosen
 
     def named_modules(self, include_fn: Callable[[Envoy], bool] | None = None) -> list[tuple[str, Envoy]]:
@@ -233,7 +248,7 @@ class Envoy(Located):
             value = getattr(module, name)
         except AttributeError:
             if name in DERIVED:
-                return DERIVED[name](module)
+                return DERIVED[name](self)
             raise AttributeError(unknown_attribute(self, name)) from None
         if isinstance(value, torch.nn.Module):
             self._sync()
@@ -325,36 +340,11 @@ class Envoy(Located):
         """Return the class of the envoy of ``module``, which is at ``path``."""
         if isinstance(self._envoys, type):
             return self._envoys
-        classes = self._envoys or {}
-        for pattern, chosen in classes.items():
-            if isinstance(pattern, str) and f".{path}".endswith(f".{pattern.strip('.')}"):
-                return chosen
-        return next((classes[kind] for kind in type(module).__mro__ if kind in classes), Envoy)
-
-    def _alias(self, names: Mapping[str, str | Sequence[str]], strict: bool = True) -> None:
-        """Give the modules below this envoy further names.
-
-        Args:
-            names: New name, or names, by path. A path that begins with a dot starts at this envoy if it leads somewhere
-                from there; any other is looked for below every module. A new name that begins with a dot belongs to this
-                envoy, any other to the module from which the path starts.
-            strict: Whether a path that leads nowhere is an error.
-
-        Raises:
-            ValueError: If a path leads nowhere, or a name is taken.
-        """
-        for path, given in names.items():
-            parts = path.strip(".").split(".")
-            starts = [self] if path.startswith(".") and self._descend(parts) is not None else Envoy.modules(self)
-            found = [(start, target) for start in starts if (target := start._descend(parts)) is not None]
-            if not found and strict:
-                raise ValueError(f"rename: there is no module `{path}` below `{self._path}`.")
-            new_names = [given] if isinstance(given, str) else given
-            if not isinstance(new_names, Sequence) or not all(isinstance(name, str) for name in new_names):
-                raise TypeError(f"rename: the new name of `{path}` is a string or a list of strings, not {given!r}.")
-            for name in new_names:
-                for start, target in found:
-                    (self if name.startswith(".") else start)._add_alias(name.strip("."), target)
+        classes: Mapping[Any, type[Envoy]] = self._envoys or {}
+        for kind in type(module).__mro__:
+            if kind in classes:
+                return classes[kind]
+        return next((chosen for end, chosen in classes.items() if isinstance(end, str) and ends_with(path, end)), Envoy)
 
     def _descend(self, parts: Sequence[str]) -> Envoy | None:
         """Return the envoy that a path of child names leads to."""
@@ -369,7 +359,10 @@ class Envoy(Located):
         if not name.isidentifier():
             raise ValueError(f"rename: {name!r} is not a name; the new name of a module is one word.")
         if name in self.__dict__ or hasattr(type(self), name) or hasattr(self._module, name):
-            raise ValueError(f"rename: `{self._path}` already has an attribute `{name}`; choose another name.")
+            known = {**dict.fromkeys(self._aliases, "another further name"), **dict.fromkeys(self._children, "a child")}
+            owner = self if hasattr(type(self), name) else self._module
+            what = known.get(name, f"an attribute of {type(owner).__name__}")
+            raise ValueError(f"rename: `{self._path}` already has an attribute `{name}`, {what}; choose another name.")
         self.__dict__[name] = target
         self._aliases.add(name)
 
@@ -394,7 +387,7 @@ class Envoy(Located):
                 continue
             known[new], moved[envoy], replaced[envoy._module] = envoy, new, new
             children = [(envoy._children.get(name), child) for name, child in new._modules.items()]
-            pending.extend((mirror, child) for mirror, child in reversed(children) if mirror and child is not None)
+            pending.extend((mirror, child) for mirror, child in reversed(children) if mirror is not None and child is not None)
         for envoy, new in moved.items():
             envoy.__dict__["_path"] = self._tree.paths.get(new, envoy._path)
             for name, value in envoy.__dict__.items():

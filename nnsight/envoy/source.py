@@ -62,17 +62,20 @@ class Source:
         operation = operations.get(name)
         if operation is None:
             hint = did_you_mean(name, operations)
-            raise AttributeError(
-                f"`{self._path}.source` has no operation `{name}`.{hint} `print(model….source)` lists all {len(operations)}."
-            )
+            raise AttributeError(f"`{self._path}.source` has no operation `{name}`.{hint} There are: {', '.join(operations)}.")
         return OperationEnvoy(self, name, operation)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(self._listing.operations if self._function is not None else ())})
 
-    def __iter__(self) -> Iterator[str]:
-        """Yield the names of the operations."""
-        return iter(self._listing.operations)
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the operations, in the order in which they run."""
+        return tuple(self._listing.operations)
+
+    def __iter__(self) -> Iterator[NamedOperation]:
+        """Yield the operations, each as its name, which has the attributes of the operation as well."""
+        return (NamedOperation(self, name) for name in self._listing.operations)
 
     def __len__(self) -> int:
         return len(self._listing.operations)
@@ -97,6 +100,26 @@ class Source:
             shown.append(f" {first:{width}} {arrow} {number:{digits}} {text}".rstrip())
             shown += [f" {other:{width}} -> {'+':>{digits}} {'...'}" for other in others]
         return "\n".join(shown)
+
+
+class NamedOperation(str):
+    """The name of an operation of ``source``, with the attributes of the operation: ``.output``, ``.input``, ``.source``, …"""
+
+    def __new__(cls, source: Source, name: str) -> NamedOperation:
+        made = super().__new__(cls, name)
+        made.__dict__.update(name=name, _source=source)
+        return made
+
+    def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        return getattr(getattr(self._source, self.name), attribute)
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        setattr(getattr(self._source, self.name), attribute, value)
+
+    name: str
+    _source: Source
 
 
 def source_of(envoy: Envoy) -> Source:

@@ -285,7 +285,7 @@ class _Handle(VariableTracker):
     ) -> VariableTracker:
         plain = [argument.as_python_constant() if argument.is_python_constant() else argument for argument in args]
         if name == "on_leave":
-            plain = [functools.partial(args[0].call_function, tx, [], {})]
+            plain = [functools.partial(args[0].call_function, tx, [], {}), *plain[1:2], *args[2:]]
         elif name in ("swap", "skip"):
             plain[1] = args[1].realize()
         try:

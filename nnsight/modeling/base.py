@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from ..envoy.envoy import Envoy, EnvoyClasses
+from ..envoy.renaming import add_names, check_names
 from ..late_binding import late
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit
@@ -40,15 +41,14 @@ class NNsight(Editable):
             traces then run compiled too, with the same options.
         compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled; see
             :meth:`compile`. ``"background"`` is short for ``{"background": True}``.
-        rename: Further names for modules, by path: ``{"transformer.h": "layers"}`` lets ``model.layers`` stand for
-            ``model.transformer.h``, ``{"mlp": "feedforward"}`` names every ``mlp``. Several names go into a list; a
-            leading dot ties a path that the root has, or a name, to the root.
+        rename: Further names for modules, by path or class: ``{"transformer.h": "layers"}`` lets ``model.layers`` stand for
+            ``model.transformer.h``, ``{"mlp": "feedforward"}`` names every ``mlp``; see :mod:`nnsight.envoy.renaming`.
         **options: ``envoys``, the class of the envoys below (see :class:`Envoy`); by default the class attribute
             ``envoys``.
 
     Raises:
         TypeError: If ``module`` is not a module.
-        ValueError: If ``rename`` names no module, or takes a name that exists.
+        ValueError: If ``rename`` takes a name that exists, or a key of it has several matches.
 
     Example:
         >>> model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()))
@@ -64,7 +64,7 @@ class NNsight(Editable):
         module: torch.nn.Module,
         *,
         compile: bool | str | dict[str, Any] = False,
-        rename: Mapping[str, str | Sequence[str]] | None = None,
+        rename: Mapping[Any, str | Sequence[str]] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(module, torch.nn.Module):
@@ -78,7 +78,10 @@ class NNsight(Editable):
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             from ..fx.torch_compat import options_of_compiled
 
+            wrapper = module
             module, found = options_of_compiled(module)
+            if module is not wrapper:
+                self.__dict__["_unwrapped"] = True
             chosen = found if chosen is None else chosen
         self.__dict__.update(_compiled=None, _compile_by_default=chosen is not None, _edits=[], _compiled_edits=None)
         self.__dict__["_rename"] = dict(rename or {})
@@ -89,7 +92,7 @@ class NNsight(Editable):
         add_tensor_methods()
         Envoy.__init__(self, module, tree=ModuleTree.of(module, _traced_call), envoys=envoys)
         self._tree.roots.add(self)
-        self._alias(self._rename)
+        add_names(self, self._rename)
         if compile_options is not None:
             self._make_driver(compile_options)
 
@@ -373,7 +376,7 @@ class NNsight(Editable):
             The joined arguments ``(args, kwargs)`` and the number of rows of this invoke.
         """
         raise NotImplementedError(
-            f"Batching is not implemented for {type(self).__name__}: it does not know how to join the inputs of several "
+            f"Batching is not implemented for {type(self).__name__}: it does not support batching, as it cannot join the inputs of several "
             "invokes. Use one invoke with input (any number of invokes without input can follow it), or define "
             "`_prepare_input` and `_batch` in a subclass."
         )
@@ -391,12 +394,12 @@ class NNsight(Editable):
 
     def _mirror(self, known: dict[torch.nn.Module, Envoy], version: int) -> None:
         super()._mirror(known, version)
-        self._alias(self._rename, strict=False)
+        add_names(self, self._rename, warn=False)
 
     _compiled: CompiledDriver | None
     _compiled_edits: Any
     _edits: list[Edit]
-    _rename: dict[str, str | Sequence[str]]
+    _rename: dict[Any, str | Sequence[str]]
     _compile_by_default: bool
 
 
@@ -413,8 +416,8 @@ def _check_options(compile: Any, rename: Any, envoys: Any) -> None:
         raise TypeError(
             f"compile= is True, False, {_BACKGROUND!r} or a dict of the options of torch.compile, not {compile!r}."
         )
-    if rename is not None and not (isinstance(rename, Mapping) and all(isinstance(path, str) for path in rename)):
-        raise TypeError(f"rename= is a dict from path to new name, as in {{'transformer.h': 'layers'}}, not {rename!r}.")
+    if rename is not None:
+        check_names(rename)
     for kind in envoys.values() if isinstance(envoys, Mapping) else () if envoys is None else [envoys]:
         if not (isinstance(kind, type) and issubclass(kind, Envoy)):
             raise TypeError(f"envoys= is a class of envoys, or a dict of such by class or path of module; not {kind!r}.")

@@ -54,7 +54,7 @@ class Generation:
         if is_routed and hasattr(getattr(module, "generation_config", None), "disable_compile"):
             # With a static cache transformers would compile the model itself: past the blocks, and past what compiles it here.
             kwargs.setdefault("disable_compile", True)
-        if run is not None and "streamer" not in kwargs and kwargs.get("num_beams", 1) == 1:
+        if run is not None and "streamer" not in kwargs and _configured(module, kwargs)["num_beams"] == 1:
             kwargs["streamer"] = Streamer()
         output = module.generate(*args, **kwargs)
         return output if run is None else run.handle("model.generator.output", output)
@@ -96,8 +96,13 @@ class Generation:
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Return the arguments of ``generate``: it counts positions and starts decoders itself."""
+        kwargs |= kwargs.pop("generate_kwargs", None) or {}
         given = {"position_ids", "decoder_input_ids"} & kwargs.keys()
+        longest = {"max_length": kwargs["max_length"]} if kwargs.get("max_length") is not None else {}
+        if longest and not kwargs.get("truncation"):  # of the tokenizer, too, where it truncates
+            del kwargs["max_length"]
         args, prepared = self._model._prepare_input(*inputs, **kwargs)
+        prepared |= longest
         for name in {"position_ids", "decoder_input_ids"} - given:
             prepared.pop(name, None)
         config = getattr(self._model._module, "generation_config", None)

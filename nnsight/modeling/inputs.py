@@ -2,7 +2,7 @@
 
 - Prompts of different lengths are padded, and the mask says which positions are real. Decoders are padded on the left, so that
   ``logits[:, -1]`` is the prediction after every prompt; encoders and encoder-decoder models are padded on the right, as in training.
-- A decoder gets ``position_ids`` counted from the mask, so a padded row has the values that it has alone.
+- A model that is padded on the left gets ``position_ids`` counted from the mask, so a padded row has the values that it has alone.
 - Which arguments there are never depends on the prompts, only their sizes do. So a compiled model is captured again when dynamo first
   sees a size vary, and then serves any number of prompts of any length.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ..runtime.tracer import Arguments
@@ -36,11 +37,23 @@ _DECODER_ROWS = {"decoder_input_ids", "decoder_attention_mask", "labels"}
 #: Arguments with one row per prompt, which may be given as lists.
 _ROWS = {"attention_mask", "token_type_ids", "position_ids", *_DECODER_ROWS}
 
+#: Options of tokenizers, for prompts that are text or chats, and those of chat templates.
+_CHAT_OPTIONS = {
+    *("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "documents", "tools"),
+}
+_TEXT_OPTIONS = {
+    *("add_special_tokens", "max_length", "pad_to_multiple_of", "padding", "return_overflowing_tokens", "stride"),
+    *("text_pair", "truncation", "tokenizer_kwargs"),
+}
+
 #: The key-value cache or the recurrent state that a call continues, under the names of several releases of transformers.
 _CACHES = ("cache", "past_key_values", "cache_params")
 
 #: Arguments with one row per prompt that join the prompts of several invokes.
 _BATCH_NAMES = {"input_ids", "inputs_embeds", *_ROWS}
+
+#: The ids with which decoders begin that were given none.
+_started = WeakIdKeyDictionary()
 
 #: Target that the losses of PyTorch skip.
 _IGNORED_LABEL = -100
@@ -51,6 +64,9 @@ class TextInput:
 
     tokenizer: Any
     _module: torch.nn.Module
+
+    #: Arguments that are for the prompts of each invoke, if they are given to the trace.
+    _options_of_invokes = _TEXT_OPTIONS | _CHAT_OPTIONS
 
     def _adapt_tokenizer(self) -> None:
         """Let the tokenizer pad the way the model needs it."""
@@ -81,39 +97,48 @@ class TextInput:
             *inputs: At most one, in one of the forms of :data:`~nnsight.modeling.forms.FORMS`. A chat goes through the tokenizer's
                 chat template; the model is to answer it, or to go on with the last message if that is the assistant's.
             **kwargs: Arguments of the model by name. ``input_ids`` may have all these forms; masks, labels and the like may be
-                lists, of different lengths too. Labels are padded with -100.
+                lists, of different lengths too. Labels are padded with -100. Options of the tokenizer, such as
+                ``truncation``, ``max_length`` and ``add_special_tokens``, and of chat templates, such as ``tools``, go there.
 
         Returns:
             No positional arguments, and as keyword arguments, on the model's device:
 
             - ``input_ids`` and ``attention_mask``, int64 ``[batch, sequence]``. Ids that come as a tensor without a mask have no
               padding. A decoder's call that continues a cache gets no mask but a given one, which has to cover the cache as well.
-            - ``position_ids``, of the same shape, for decoders that take them.
+            - ``position_ids``, of the same shape, for models that take them and are padded on the left. They count the tokens behind
+              the padding; in a row whose mask has gaps they count every entry. None if the mask covers a cache as well.
             - ``decoder_input_ids`` ``[batch, 1]``, the start token, for encoder-decoder models that are given neither those nor labels.
             - All others as they were given, except what tokenizers return and this model does not take.
         """
         given = by_name(inputs, kwargs)
         ids = given.pop("input_ids", None)
-        prepared = {} if ids is None else self._encode(ids)
+        accepted, any_name = _parameters(self._module)
+        options = {name: given.pop(name) for name in (self._options_of_invokes - accepted) & given.keys()}
+        prepared = {} if ids is None else self._encode(ids, options)
         if any(given.get(name) is not None for name in _CACHES) and not self._is_encoder_decoder:
             prepared.pop("attention_mask", None)
         width = 0 if ids is None else prepared["input_ids"].shape[1]
         for name, value in given.items():
             is_rows = name in _ROWS and value is not None
             prepared[name] = self._tensor(name, value, width) if is_rows else value
-
-        accepted, any_name = _parameters(self._module)
+        for name in ("inputs_embeds", "decoder_inputs_embeds"):
+            if getattr(prepared.get(name), "ndim", 0) == 2:  # one row
+                prepared[name] = prepared[name].unsqueeze(0)
+        _check_rows(prepared)
         if self._is_encoder_decoder and "decoder_input_ids" in accepted:
             self._start_decoder(prepared)
-        elif self._is_decoder and "position_ids" in accepted:
+        elif "position_ids" in accepted and self._is_padded_left:
             _count_positions(prepared)
         optional = _TOKENIZER_EXTRAS if any_name else _TOKENIZER_EXTRAS | {"attention_mask"}
         device = self._input_device()
-        return (), {
+        arguments = {
             name: value.to(device) if device is not None and isinstance(value, torch.Tensor) else value
             for name, value in prepared.items()
             if name in accepted or name not in optional
         }
+        if given.get("decoder_input_ids") is None and "decoder_input_ids" in arguments:
+            _started[arguments["decoder_input_ids"]] = True
+        return (), arguments
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the prompts of one more invoke to those before it, padded to one rectangle."""
@@ -127,10 +152,12 @@ class TextInput:
                 if before is not added and before != added:
                     raise ValueError(f"`{name}` differs between invokes: {before!r} and {added!r}. They run as one batch.")
                 joined[name] = added
-            elif before is None or added is None:
+            elif before is None or added is None or (before in _started) != (added in _started):
                 raise ValueError(f"Only some of the invokes have `{name}`: they run as one batch, so all need it.")
             else:
                 joined[name] = self._stack(name, before, added)
+                if added in _started:
+                    _started[joined[name]] = True
         return ((), joined), rows
 
     def _stack(self, name: str, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
@@ -141,12 +168,17 @@ class TextInput:
             [*above, *below], batch_first=True, padding_value=self._filler(name), padding_side=self._padding_side
         )
 
-    def _encode(self, prompts: Any) -> dict[str, torch.Tensor]:
-        """Return ids and mask of ``prompts``, and token types if there are any, all ``[batch, sequence]``."""
+    def _encode(self, prompts: Any, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return ids and mask of ``prompts``, and token types if there are any, all ``[batch, sequence]``.
+
+        Raises:
+            ValueError: If there are ``options`` of the tokenizer and it is not asked, or options of chats and no chat.
+        """
         if isinstance(prompts, np.ndarray) and prompts.dtype.kind == "U":
             prompts = prompts.tolist()
         if isinstance(prompts, (torch.Tensor, np.ndarray)):
             ids = id_tensor(prompts)
+            refuse_options(options, "token ids")
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         if isinstance(prompts, str):
             prompts = [prompts]
@@ -156,12 +188,17 @@ class TextInput:
             raise ValueError("The list of prompts is empty. Pass at least one prompt or one token id.")
 
         if all_are(prompts, str):
-            columns = dict(self._require_tokenizer()(list(prompts)))
+            refuse_options({name: value for name, value in options.items() if name in _CHAT_OPTIONS}, "text and no chat")
+            more = options.pop("tokenizer_kwargs", None) or {}
+            if isinstance(options.get("text_pair"), str):
+                options["text_pair"] = [options["text_pair"]]
+            columns = dict(self._require_tokenizer()(list(prompts), **options, **more))
         elif all_are(prompts, Mapping):
-            columns = self._render([prompts])
+            columns = self._render([prompts], options)
         elif all_are(prompts, (list, tuple)) and all(chat and all_are(chat, Mapping) for chat in prompts):
-            columns = self._render(prompts)
+            columns = self._render(prompts, options)
         else:
+            refuse_options(options, "token ids")
             columns = {"input_ids": id_rows(prompts)}
         for index, row in enumerate(columns["input_ids"]):
             if len(row) == 0:
@@ -170,17 +207,22 @@ class TextInput:
         wanted = ("input_ids", "attention_mask", "token_type_ids")
         return {name: self._pad(name, columns[name]) for name in wanted if name in columns}
 
-    def _render(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[list[int]]]:
+    def _render(self, chats: Sequence[Sequence[Mapping[str, Any]]], options: dict[str, Any]) -> dict[str, list[list[int]]]:
         """Return what the tokenizer makes of ``chats``: by name, a row for each."""
         tokenizer = self._require_tokenizer()
         columns: dict[str, list[list[int]]] = {}
+        of_tokenizer = {name: value for name, value in options.items() if name in _TEXT_OPTIONS - {"tokenizer_kwargs"}}
+        of_tokenizer |= options.get("tokenizer_kwargs") or {}
+        rendering = {name: value for name, value in options.items() if name in _CHAT_OPTIONS}
+        rendering |= rendering.pop("chat_template_kwargs", None) or {}
+        for name in ("padding", "truncation", "max_length"):
+            if name in of_tokenizer:
+                rendering[name] = of_tokenizer.pop(name)
         for chat in chats:
             unfinished = chat[-1].get("role") == "assistant"
+            ends = {"add_generation_prompt": not unfinished, "continue_final_message": unfinished}
             encoding = tokenizer.apply_chat_template(
-                list(chat),
-                add_generation_prompt=not unfinished,
-                continue_final_message=unfinished,
-                return_dict=True,
+                list(chat), return_dict=True, tokenizer_kwargs=of_tokenizer, **{**ends, **rendering}
             )
             for name, row in encoding.items():
                 columns.setdefault(name, []).append(row)
@@ -192,6 +234,8 @@ class TextInput:
             own_length = self._is_encoder_decoder and name in _DECODER_ROWS
             value = self._pad(name, [list(row) for row in value], 0 if own_length else width)
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
+        if tensor.ndim == 0:  # a class
+            return tensor.unsqueeze(0)
         if tensor.ndim != 1:
             return tensor
         # Labels that are not as long as the prompt are classes, one for each prompt.
@@ -212,6 +256,13 @@ class TextInput:
     def _padding_side(self) -> str:
         own = "left" if self._is_decoder else "right"
         return own if self.tokenizer is None else self.tokenizer.padding_side
+
+    @property
+    def _is_padded_left(self) -> bool:
+        """Whether prompts are padded on the left, for a model that takes all positions as given; RoBERTa finds padding by its id."""
+        if self._padding_side == "right":
+            return False
+        return self._is_decoder or not any(hasattr(part, "create_position_ids_from_input_ids") for part in self._module.modules())
 
     def _filler(self, name: str) -> int:
         """Return what pads the rows of the argument ``name``."""
@@ -282,11 +333,36 @@ def _signature_of(function: Any) -> tuple[set[str], bool]:
     return names, any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
 
 
+def refuse_options(options: Mapping[str, Any], form: str) -> None:
+    """Raise if there are ``options`` that would have no effect on a prompt of this form."""
+    if any(options.values()):
+        names = ", ".join(f"`{name}`" for name, value in options.items() if value)
+        raise ValueError(f"{names}: an option for what tokenizer or chat template make of a prompt, and this one is {form}.")
+
+
+def _check_rows(prepared: dict[str, Any]) -> None:
+    """Let single rows of token types and positions be for all prompts.
+
+    Raises:
+        ValueError: If another argument has not one row for each prompt.
+    """
+    source = prepared.get("input_ids", prepared.get("inputs_embeds"))
+    for name in _ROWS & prepared.keys():
+        value = prepared[name]
+        if source is None or value is None or value.ndim > 2 or len(value) == len(source):
+            continue
+        if len(value) != 1 or name not in ("position_ids", "token_type_ids"):
+            raise ValueError(f"`{name}` has {len(value)} rows, and there are {len(source)} prompts: it needs one row for each.")
+        prepared[name] = value.expand(len(source), -1)
+
+
 def _count_positions(prepared: dict[str, Any]) -> None:
-    """Add positions counted from the mask, if there is a mask and there are no positions."""
+    """Add positions, if there are none, and if the mask covers what is given and nothing else, such as a cache."""
     source = prepared.get("input_ids", prepared.get("inputs_embeds"))
     mask = prepared.get("attention_mask")
-    if prepared.get("position_ids") is not None or source is None or mask is None or mask.ndim != 2:
+    if prepared.get("position_ids") is not None or source is None or mask is None or mask.shape != source.shape[:2]:
         return
-    # A call that continues a cache has a mask longer than its ids.
-    prepared["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -source.shape[1] :]
+    real = mask.bool()
+    is_padded_first = (real[:, 1:] >= real[:, :-1]).all(-1, keepdim=True)
+    every = torch.arange(mask.shape[1], device=mask.device)
+    prepared["position_ids"] = torch.where(is_padded_first, real.cumsum(-1) - 1, every).clamp(min=0)

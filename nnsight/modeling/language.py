@@ -19,6 +19,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..demo import NAME as DEMO_NAME
@@ -48,10 +49,12 @@ class LanguageModel(TextInput, MetaMixin):
         tokenizer: The tokenizer, or the name or folder to load it from. By default that of ``model`` if
             ``model`` is a name; a model that is loaded already has none and then takes token ids only.
         compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled.
-        automodel: The class whose ``from_pretrained`` loads the model: ``AutoModelForSeq2SeqLM`` for T5,
-            ``AutoModelForMaskedLM`` for BERT. One that can make no model of a configuration (``from_config``) loads at once.
+        automodel: The class whose ``from_pretrained`` loads the model, or its name in transformers: ``AutoModelForSeq2SeqLM``
+            for T5, ``AutoModelForMaskedLM`` for BERT. One that can make no model of a configuration (``from_config``) loads at once.
         dispatch: Load the weights at once. By default the model begins on the meta device, without weights, and the first
             run, or :meth:`dispatch`, loads them; :meth:`scan` works without.
+        tokenizer_kwargs: Options of the tokenizer, such as ``{"truncation_side": "left"}``: for loading it, if it is loaded here,
+            and set on it afterwards.
         **from_pretrained_kwargs: Passed to ``automodel.from_pretrained``, for instance ``device_map``,
             ``dtype`` (or ``torch_dtype``), ``attn_implementation``, ``revision`` and ``trust_remote_code``; except
             ``rename`` and ``envoys``, which are those of :class:`NNsight`.
@@ -83,8 +86,13 @@ class LanguageModel(TextInput, MetaMixin):
         compile: bool | str | dict[str, Any] = False,
         automodel: Any = AutoModelForCausalLM,
         dispatch: bool = False,
+        tokenizer_kwargs: dict[str, Any] | None = None,
         **from_pretrained_kwargs: Any,
     ) -> None:
+        if isinstance(automodel, str):
+            if not hasattr(transformers, automodel):
+                raise ValueError(f"transformers has no class {automodel!r}, which automodel= names.")
+            automodel = getattr(transformers, automodel)
         options = from_pretrained_kwargs
         if "torch_dtype" in options:  # the former name, about which transformers warns
             options["dtype"] = options.pop("torch_dtype")
@@ -101,11 +109,17 @@ class LanguageModel(TextInput, MetaMixin):
         super().__init__(model, compile=compile, **options)
         if isinstance(tokenizer, (str, os.PathLike)):
             with naming(tokenizer):
-                tokenizer = AutoTokenizer.from_pretrained(_folder_or_name(tokenizer), **tokenizer_options)
+                tokenizer = AutoTokenizer.from_pretrained(
+                    _folder_or_name(tokenizer), **tokenizer_options | (tokenizer_kwargs or {})
+                )
         if not isinstance(model, torch.nn.Module):
             self.__dict__["_repository"] = (os.fspath(model), options.get("revision") or "main")
         self.tokenizer = tokenizer
         self._adapt_tokenizer()
+        if tokenizer_kwargs and tokenizer is None:
+            raise TypeError("tokenizer_kwargs= are for a tokenizer, and there is none: pass one by `tokenizer=`.")
+        for name, value in (tokenizer_kwargs or {}).items():
+            setattr(tokenizer, name, value)
 
     # -- loading ---------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedT
 from ..runtime.tracer import Arguments
 from .forms import all_are
 from .generation import Generation
+from .inputs import _CHAT_OPTIONS, refuse_options
 from .language import _REPOSITORY_OPTIONS, LanguageModel, _folder_or_name
 from .mixins import naming
 from .tracing import ModelTracer
@@ -84,10 +85,18 @@ class VisionLanguageModel(LanguageModel):
         """Turn prompts, with images or without, into the arguments of the model, as :class:`LanguageModel` does.
 
         Args:
-            *inputs: With images, a text, a list of texts, a chat or a list of chats.
-            **kwargs: ``images`` (and ``videos``, ``audio``), in any form that the processor takes, a single image too; all
-                others are arguments of the model by name.
+            *inputs: With images, a text, a list of texts, a chat or a list of chats; or a dict with ``text`` and ``images``.
+            **kwargs: ``text`` in place of the input; ``images`` or ``image`` (and ``videos``, ``audio``), in any form that the
+                processor takes, a single image too; options of processor and chat template; all others are arguments of the model.
         """
+        if inputs and isinstance(inputs[0], Mapping) and "text" in inputs[0]:
+            inputs, kwargs = inputs[1:], {**inputs[0], **kwargs}
+        if kwargs.get("image") is not None:
+            kwargs.setdefault("images", kwargs.pop("image"))
+        if kwargs.get("text") is not None:
+            if inputs:
+                raise ValueError("There are two prompts: one as the input, and one as `text=`.")
+            inputs = (kwargs.pop("text"),)
         media = {name: kwargs.pop(name) for name in _MEDIA if kwargs.get(name) is not None}
         for name in _MEDIA:
             kwargs.pop(name, None)
@@ -97,7 +106,8 @@ class VisionLanguageModel(LanguageModel):
                     f"There are {', '.join(media) or 'images'} and no text. Pass the prompt as text or as a chat, with the image "
                     "token where an image stands; what the processor has made already goes without `images=`."
                 )
-            inputs = (self._process(inputs[0], media),)
+            options = {name: kwargs.pop(name) for name in self._options_of_invokes & kwargs.keys()}
+            inputs = (self._process(inputs[0], media, options),)
         given = {**(inputs[0] if inputs and isinstance(inputs[0], Mapping) else {}), **kwargs}
         args, prepared = super()._prepare_input(*inputs, **kwargs)
         if "position_ids" not in given and self._counts_positions:
@@ -144,22 +154,27 @@ class VisionLanguageModel(LanguageModel):
             padded.append(torch.cat([filling, part] if self._padding_side == "left" else [part, filling], dim=1))
         return _one_behind_the_other(padded[0], padded[1])
 
-    def _process(self, prompt: Any, media: dict[str, Any]) -> dict[str, Any]:
-        """Return what the processor makes of text or chats, and images."""
+    def _process(self, prompt: Any, media: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+        """Return what the processor makes of text or chats, and images; ``given`` are its options and those of chat templates."""
         if self.processor is None:
             raise AttributeError(
                 "Processor not found: the input has images, and this model was wrapped without a processor. Pass one, as in "
                 "`VisionLanguageModel(module, processor=AutoProcessor.from_pretrained(...))`, or trace with prepared inputs."
             )
-        options: dict[str, Any] = {"padding": True, "return_tensors": "pt"}
+        options: dict[str, Any] = {"padding": True, **(given.pop("tokenizer_kwargs", None) or {}), "return_tensors": "pt"}
+        of_chat = {name: given.pop(name) for name in _CHAT_OPTIONS & given.keys()}
+        of_chat |= of_chat.pop("chat_template_kwargs", None) or {}
+        options |= given
         if not _is_text(prompt):
             chats = prompt if isinstance(prompt[0], (list, tuple)) else [prompt]
             unfinished = chats[0][-1].get("role") == "assistant"
-            rendering = {"add_generation_prompt": not unfinished, "continue_final_message": unfinished}
+            rendering = {"add_generation_prompt": not unfinished, "continue_final_message": unfinished, **of_chat}
             if not media:
                 rendering |= {"tokenize": True, "return_dict": True, "processor_kwargs": options}
                 return dict(self.processor.apply_chat_template(list(chats), **rendering))
             prompt = self.processor.apply_chat_template(list(chats), tokenize=False, **rendering)
+        else:
+            refuse_options(of_chat, "text and no chat")
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
         token = getattr(self.processor, "image_token", None)
         if "images" in media and isinstance(token, str) and not any(token in text for text in texts):

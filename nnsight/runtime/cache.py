@@ -66,11 +66,8 @@ class CacheEntry:
 
     @property
     def input(self) -> Any:
-        """The first argument of the module; None if inputs are not kept."""
-        calls = self._values["input"]
-        if any(not args and not kwargs for args, kwargs in calls):
-            raise ValueError(f"`{self.path}` was called without arguments, so it has no `.input`.")
-        first = [args[0] if args else next(iter(kwargs.values())) for args, kwargs in calls]
+        """The first argument of the module; None if there was none, or inputs are not kept."""
+        first = [args[0] if args else next(iter(kwargs.values()), None) for args, kwargs in self._values["input"]]
         return first[0] if len(first) == 1 else first or None
 
     def __repr__(self) -> str:
@@ -142,6 +139,7 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         dtype: torch.dtype | None,
         detach: bool,
         keys: Sequence[str] = ("output",),
+        non_blocking: bool = False,
     ) -> None:
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"The dtype of a cache is one of torch, such as torch.float16; not {dtype!r}.")
@@ -150,7 +148,7 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         self._entries = {path: CacheEntry(path) for path in paths}
         self._aliases = aliases
         self._device, self._dtype, self._detach = device, dtype, detach
-        self._keys = tuple(keys)
+        self._keys, self._non_blocking = tuple(keys), non_blocking
 
     def attach(self, run: Interleaver, mediator: Mediator) -> None:
         """Keep what passes in ``run`` from here on, of the rows of ``mediator``.
@@ -179,7 +177,7 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         kept = leaf.detach() if self._detach else leaf
         dtype = self._dtype if leaf.is_floating_point() else None
         # A copy in any case: later edits in place are not this module's.
-        return kept.to(device=self._device, dtype=dtype, copy=True)
+        return kept.to(device=self._device, dtype=dtype, copy=True, non_blocking=self._non_blocking)
 
     def save(self) -> Cache:
         """Return the cache, which is saved already.
@@ -205,10 +203,15 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def keys(self) -> list[str]:  # type: ignore[override]
+        """Return the paths of the modules that ran, in that order."""
+        return list(self)
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return _CacheView(self, name)
+        root = next(iter(self._entries), name).partition(".")[0]
+        return _CacheView(self, name if name == root else f"{root}.{name}")  # also without the name of the root
 
 
 class _CacheView:

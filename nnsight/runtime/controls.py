@@ -12,7 +12,11 @@ class RunControls:
     """Methods of tracers whose block runs beside a model."""
 
     def stop(self) -> None:
-        """End the run here: the rest of the model does not run, and neither does the rest of this block."""
+        """End the run behind this location: the rest of the model does not run, and neither does the rest of this block.
+
+        Other blocks that wait for the same occurrence get it first. One that waits for a later location gets an
+        :class:`OutOfOrderError`, in a loop over steps a warning.
+        """
         running_mediator("tracer.stop()")
         raise EarlyStopException()
 

@@ -29,11 +29,15 @@ class UncompiledWarning(UserWarning):
     """A call of a compiled model, or a part of it, ran uncompiled. Its results are right, and take longer."""
 
 
+class NNsightDeprecationWarning(FutureWarning):
+    """The category for uses of this package that are to be written in another way."""
+
+
 def passed_message(location: str, occurrence: int, visited: str | None) -> str:
     """Explain a request for a location that the run has already passed."""
     here = f" The block last stopped at `{visited}`." if visited else ""
     return (
-        f"Value was missed for {location}.i{occurrence}: the model had already passed this point when the block "
+        f"Value was missed for {location}.i{occurrence}: the model already ran past this point when the block "
         f"asked for it.{here} Within a block, read locations in the order in which the model runs them; "
         "move this line up, before the later location."
     )
@@ -62,21 +66,23 @@ def uncaptured_message(location: str) -> str:
 def loop_ended_message(location: str, occurrence: int) -> str:
     """Say that a loop over occurrences has ended where the model had."""
     return (
-        f"The loop ended at `{location}.i{occurrence}`, which did not occur: the model had finished. What the loop "
+        f"The loop ended at `{location}.i{occurrence}`, which was never reached: the model had finished. What the loop "
         "did so far is kept; the rest of this step and the code after the loop were not run. Bound the loop, as in "
         "`tracer.iter[:3]`, or put what follows into an invoke of its own."
     )
 
 
-def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None) -> str:
+def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None, stopped: bool = False) -> str:
     """Explain a request that still waited when the model had finished, after ``calls`` occurrences of its location."""
     if location.startswith("barrier("):
-        cause = "not all of its participants called it; every invoke that takes part has to"
+        cause = "it was never reached by every block that takes part, and all of them have to call it"
     elif location.endswith(".grad"):
         cause = (
             "the backward pass had passed this tensor, or does not reach it. Gradients come in the reverse order of the "
             "forward pass: read those of later layers first"
         )
+    elif stopped:
+        cause = "another block had called tracer.stop(), which ends the run of all blocks, before the model came there"
     elif calls:
         cause = f"it occurred only {calls} time{'s' * (calls > 1)} in this run"
     else:

@@ -182,9 +182,19 @@ class BackwardsTracer(Tracer):
         self._call: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]] | None = (loss, args, kwargs)
 
     def execute(self, function: Callable[[], None]) -> Any:
-        """Run the backward pass with ``function`` as its block."""
+        """Run the backward pass with ``function`` as its block.
+
+        Raises:
+            NotImplementedError: If the loss requires no gradient; the block has not begun then.
+        """
         assert self._call is not None
         loss, args, kwargs = self._call
+        computed(loss)
+        if not loss.requires_grad:
+            raise NotImplementedError(
+                "The loss of `with ...backward():` does not require grad: nothing that it is made of does, or it was made under "
+                "`torch.no_grad()`. Call `.requires_grad_()` on a tensor in the trace, before the model uses it."
+            )
         _run_along(loss, function, self.info, lambda: _plain_backward(loss, *args, **kwargs))
 
     def _close(self) -> None:

@@ -72,7 +72,8 @@ class Everywhere(Waited):
 class Interleaver:
     """One run: a model, the mediators of its blocks, and whose turn it is.
 
-    As a context manager it starts the blocks and, in the end, ends them; ``tracer.stop()`` in a block is not an error then.
+    As a context manager it starts the blocks and, in the end, ends them; ``tracer.stop()`` in a block is not an error then. A stop takes
+    effect behind the location where it is called: others that wait for the same occurrence still get it.
 
     Args:
         mediators: The blocks, in the order in which they were defined.
@@ -91,6 +92,7 @@ class Interleaver:
         self.tracer = tracer
         self.tree: Any = None  # the modules whose locations occur in this run, if they are those of one model
         self.recorder: Any = None  # records the blocks as data, if they run elsewhere; see `nnsight.program.record.recorder`
+        self.stopped = False  # whether a block has called `tracer.stop()`
         self.failure: BaseException | None = None  # what a block raised, kept in case the model's own code catches it
         #: Functions that see values as they leave a location, each with the mediator whose rows it sees.
         self.observers: dict[str, list[tuple[Mediator, Callable[[Any], None]]]] = {}
@@ -113,6 +115,7 @@ class Interleaver:
         self.counts: dict[str, int] = {}  # how often the run has passed each location; a driver counts the others itself
         self.current: Mediator | None = None  # the mediator whose code is running; `None` while the model runs
         self.at: tuple[str, int] | None = None  # the location and occurrence that is being handled
+        self._lending: list[Mediator | None] = []  # blocks that have lent their turn to a module that they call
         self.ready: list[Mediator] = []  # those that can go on as soon as the running one waits
         self._token: Any = None
 
@@ -123,6 +126,7 @@ class Interleaver:
             for mediator in self.mediators:
                 mediator.start(self)
                 self.run_ready()
+            self.end_if_stopped()
         except BaseException:
             self.cancel()
             raise
@@ -165,7 +169,13 @@ class Interleaver:
                 group = mediator.batch_group
                 observer(value if group is None else group.narrow(value, location, occurrence))
         self.at = outer
+        self.end_if_stopped()
         return value
+
+    def end_if_stopped(self) -> None:
+        """End the run, by an :class:`EarlyStopException`, if a block has stopped it."""
+        if self.stopped:
+            raise EarlyStopException
 
     def handle_returned(self, location: str, value: Any) -> Any:
         """Offer the returned output at ``location`` to the mediators that got a deferred output there and wait for the value."""
@@ -176,6 +186,7 @@ class Interleaver:
                 value = mediator.visit(location, occurrence, value)
                 self.run_ready()
         self.at = outer
+        self.end_if_stopped()
         return value
 
     def begin_step(self, location: str) -> None:
@@ -187,6 +198,7 @@ class Interleaver:
                 mediator.proceed()
                 self.run_ready()
         self.at = outer
+        self.end_if_stopped()
 
     def observe(self, location: str, observer: Callable[[Any], None], mediator: Mediator | None = None) -> None:
         """Call ``observer`` with each later value that leaves ``location``: the rows of ``mediator``, by default the running one."""
@@ -230,6 +242,15 @@ class Interleaver:
         mediator.start(self)
         self.run_ready()
 
+    def lend_turn(self) -> None:
+        """Let calls of modules pass their locations although a block makes them, up to :meth:`take_turn_back`."""
+        self._lending.append(self.current)
+        self.current = None
+
+    def take_turn_back(self) -> None:
+        """End what :meth:`lend_turn` began."""
+        self.current = self._lending.pop()
+
     def run_ready(self) -> None:
         """Let the blocks go on that a barrier has released."""
         while self.ready:
@@ -254,19 +275,24 @@ class Interleaver:
             self._on_blocks_done = None
 
     def finish(self) -> None:
-        """End the blocks after the model has returned; a block that waits in a loop over occurrences ends with a warning.
+        """End the blocks after the model has returned, or was stopped; one in a loop over occurrences ends with a warning.
+
+        Edits of the model that wait for what lies behind a stop end without one.
 
         Raises:
             OutOfOrderError: At the user's line, for a block that still waits for a location.
         """
         for mediator in self.mediators:
             request = mediator.waiting
+            if self.stopped and mediator.is_edit:
+                continue
             if request is not None and mediator.loops:
                 mediator.leave_loop()
             elif request is not None:
                 location, occurrence = request
                 calls, visited = self.counts.get(location, 0), mediator.last_visited
-                mediator.throw(OutOfOrderError(never_reached_message(location, occurrence, calls, visited)))
+                message = never_reached_message(location, occurrence, calls, visited, self.stopped)
+                mediator.throw(OutOfOrderError(message))
 
     def end_blocks(self) -> None:
         """End the blocks that still run, where they wait; their ``finally`` clauses run."""

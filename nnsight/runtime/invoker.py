@@ -24,6 +24,7 @@ class Invoke:
     args: tuple[Any, ...]  # its input; without any the block sees the whole batch
     kwargs: dict[str, Any]  # its input, by name
     publish: Callable[[], None] | None = None  # shows the variables of the block to the others
+    note: Callable[[Any], None] = lambda prepared: None  # is told the arguments that the model prepares of the input
     explain: Callable[[BaseException], None] | None = None  # says in an error of the block what the other invokes have to do with it
 
     @property
@@ -33,12 +34,19 @@ class Invoke:
 
 
 class Invoker(Tracer):
-    """The context manager of ``tracer.invoke(...)``: hands its block to the trace instead of running it."""
+    """The context manager of ``tracer.invoke(...)``: hands its block to the trace instead of running it.
+
+    Attributes:
+        args: The input as given.
+        kwargs: The input that was given by name.
+        inputs: In the block, what the model made of both, ``(args, kwargs)``; None for an invoke without input.
+    """
 
     def __init__(self, trace: InterleavingTracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
         self._trace = trace
-        self._input = (args, kwargs)
+        self.args, self.kwargs = args, kwargs
+        self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def run(self) -> None:
         """Add the block to the trace."""
@@ -51,9 +59,12 @@ class Invoker(Tracer):
         else:
             self.scope = own = shared.copy()
             self._trace.on_end(lambda: shared.take_saved(own))
-        args, kwargs = self._input
         explain = partial(explain_unbound, self.info, self._trace.invoked)
-        self._trace.add_invoke(Invoke(self.compile(), self.info, args, kwargs, publish, explain))
+        self._trace.add_invoke(Invoke(self.compile(), self.info, self.args, self.kwargs, publish, self._note, explain))
+        self._trace.on_end(lambda: self._note(None))
+
+    def _note(self, prepared: Any) -> None:
+        self.inputs = prepared
 
 
 def explain_unbound(block: Block, invoked: list[Block], error: BaseException) -> None:

@@ -20,7 +20,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils import _pytree as pytree
 
 from ..tracing.errors import user_position_of
-from .errors import OutOfOrderError, SkipException, loop_ended_message, passed_message
+from .errors import EarlyStopException, OutOfOrderError, SkipException, loop_ended_message, passed_message
 from .interleaver import ANYWHERE, RETURNED, split_requester
 from .rows.batching import BatchGroup, View
 from .switching.checkpointing import CheckpointVisit, checkpoint_hooks
@@ -70,6 +70,8 @@ class Mediator:
         self.iteration: int | None = 0
         self.loops = 0  # how many loops over occurrences the block is in
         self.ends_in_loop = False  # whether nothing is lost if the model finishes in such a loop, behind its first step
+        self.is_edit = False  # whether it belongs to the model, so that a run which is stopped may end before its locations
+        self.stopped = False  # whether it has ended by `tracer.stop()`
         self.requests = 0  # how often it has asked for a location
         self.visited: tuple[str, int] | None = None  # location and occurrence of the latest visit
         self._sides = Sides()
@@ -81,6 +83,7 @@ class Mediator:
         self._value: Any = None
         self._view: View | None = None  # of the block's rows in the value of the whole batch
         self._on_leave: list[Callable[[], Any]] = []
+        self._held: dict[str | None, Any] = {}  # views of the value of this visit that have not gone back, by name
 
     # -- the model's side -------------------------------------------------------------------------------------
 
@@ -197,6 +200,9 @@ class Mediator:
             self._go(switch, *arguments)
         finally:
             interleaver.current = previous
+        if isinstance(self._error, EarlyStopException):  # the run ends behind this location
+            self.stopped = interleaver.stopped = True
+            self._error = None
         if self._error is not None and not self.keep_error():
             interleaver.failure, self._error = self._error, None
             raise interleaver.failure
@@ -283,6 +289,7 @@ class Mediator:
         if interleaver.check_replacement is not None:
             interleaver.check_replacement(self._location, self._value, value)
         self._value = value
+        self._drop_views()
 
     def skip(self, location: str, value: Any) -> None:
         """Let the module whose input is at ``location`` return ``value`` instead of running.
@@ -311,15 +318,24 @@ class Mediator:
         self.interleaver.skips.setdefault(self._location, {})[self] = skip.value
         return None
 
-    def on_leave(self, transform: Callable[[], Any]) -> None:
-        """Replace the value of the current visit by what ``transform`` returns when the block moves on."""
+    def on_leave(self, transform: Callable[[], Any], name: str | None = None, view: Any = None) -> None:
+        """Replace the value of this visit by what ``transform`` returns of ``view`` when the block asks for anything but that view."""
         self._on_leave.append(transform)
+        self._held[name] = view
+
+    def held_view(self, location: str, name: str | None) -> Any:
+        """Return the view with this name of the value at ``location``, if it has not gone back; otherwise ``None``."""
+        return self._held.get(name) if self._held and self._is_at(location) else None
 
     def _send_views_back(self) -> None:
         """Apply the functions of :meth:`on_leave`."""
         for transform in self._on_leave:
             self._value = transform()
+        self._drop_views()
+
+    def _drop_views(self) -> None:
         self._on_leave.clear()
+        self._held.clear()
 
     def swap_here(self, value: Any) -> None:
         """Let the run continue with ``value`` at the location where it is stopped."""

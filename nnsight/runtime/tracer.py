@@ -6,6 +6,7 @@ without asking, having opened invokes, their blocks are the blocks of the run an
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -137,8 +138,8 @@ class InterleavingTracer(RunControls, Tracer):
             raise ValueError("Cannot invoke: this trace has ended. Open invokes inside its block.")
         if self._invokes is None:
             raise ValueError(
-                "Cannot invoke during an active model execution: invokes stand side by side in the block of a trace "
-                "that was given no input, and before anything in it reads a value of the model."
+                "Cannot invoke during an active model execution, the model is already running: invokes stand side by side in the "
+                "block of a trace that was given no input, and before anything in it reads a value of the model."
             )
         return Invoker(self, args, kwargs)
 
@@ -155,6 +156,7 @@ class InterleavingTracer(RunControls, Tracer):
         detach: bool = True,
         include_output: bool = True,
         include_inputs: bool = False,
+        non_blocking: bool = False,
     ) -> Cache:
         """Keep what modules return, and are given, from here on. The cache is saved without ``.save()``.
 
@@ -165,6 +167,7 @@ class InterleavingTracer(RunControls, Tracer):
             detach: Whether tensors are detached from autograd.
             include_output: Keep what modules return.
             include_inputs: Keep all their arguments.
+            non_blocking: As for :meth:`torch.Tensor.to`.
 
         Raises:
             ValueError: Outside a block, for a module that is not part of the model, or if nothing is to be kept.
@@ -176,7 +179,7 @@ class InterleavingTracer(RunControls, Tracer):
             raise ValueError("tracer.cache() was called on a tracer whose trace has ended: use the one of this block.")
         paths = paths_to_cache(modules, list(model._tree.names()), model._alias_paths())
         keys = ["input"] * include_inputs + ["output"] * include_output
-        made = Cache(paths, model._alias_paths(), device, dtype, detach, keys)
+        made = Cache(paths, model._alias_paths(), device, dtype, detach, keys, non_blocking)
         assert mediator.interleaver is not None
         made.attach(mediator.interleaver, mediator)
         return save(made)
@@ -261,6 +264,7 @@ class InterleavingTracer(RunControls, Tracer):
         edits = [] if self._model is None else self._model._edits
         made = [self.make_mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
         for edit, mediator in zip(edits, made, strict=True):
+            mediator.is_edit = True
             mediator.ends_in_loop = edit.block.step_loop is not None
         return made
 
@@ -273,7 +277,13 @@ class InterleavingTracer(RunControls, Tracer):
         for edit in self._model._edits:
             open_mentioned(self._model._tree.open_mentioned, edit.block, edit.scope, edit.module_globals)
 
-    def _run(
+    def _run(self, driver: Driver, interleaver: Interleaver, *arguments: Any) -> Any:
+        with contextlib.suppress(EarlyStopException):
+            return self._run_model(driver, interleaver, *arguments)
+        interleaver.finish()  # here, so that its errors have no stop as their context
+        raise EarlyStopException
+
+    def _run_model(
         self,
         driver: Driver,
         interleaver: Interleaver,
@@ -283,7 +293,10 @@ class InterleavingTracer(RunControls, Tracer):
     ) -> Any:
         replacements = interleaver.check_replacement = Replacements()
         try:
+            interleaver.end_if_stopped()
             output = driver(interleaver, args, kwargs, self.report)
+        except EarlyStopException:
+            raise
         except Exception as error:
             if error is not interleaver.failure:
                 if replacements.reshaped and not isinstance(error, ReplacementShapeError):
@@ -293,6 +306,7 @@ class InterleavingTracer(RunControls, Tracer):
             raise
         if interleaver.failure is not None:  # the model caught what a block raised
             raise interleaver.failure
+        interleaver.end_if_stopped()  # the model may have caught the stop
         if must_run or interleaver.counts:
             interleaver.handle("result", output)
             interleaver.finish()
@@ -317,11 +331,14 @@ class InterleavingTracer(RunControls, Tracer):
         """Return the arguments of the model, and the rows of each invoke."""
         with_input = [invoke for invoke in invokes if invoke.has_input]
         if with_input:
-            return self._join(model, with_input, kwargs)
+            names: set[str] = getattr(type(self._model), "_options_of_invokes", set()) & kwargs.keys()
+            for invoke in with_input:
+                invoke.kwargs = {**invoke.kwargs, **{name: kwargs[name] for name in names}}
+            return self._join(model, with_input, {name: value for name, value in kwargs.items() if name not in names})
         if not args and not kwargs:
             raise ValueError(
-                "The model did not execute: trace() was given no input. Pass one, as in `model.trace(x)`, or open "
-                "`with tracer.invoke(x):` inside the block."
+                "The model did not execute: trace() was given no input. It needs an input, as in `model.trace(x)`, or "
+                "an invoke with one, `with tracer.invoke(x):`, inside the block."
             )
         args, kwargs = model._prepare_input(*args, **kwargs)[:2]
         return (args, kwargs), {}
@@ -331,12 +348,14 @@ class InterleavingTracer(RunControls, Tracer):
         first = invokes[0]
         if len(invokes) == 1:
             args, kwargs = model._prepare_input(*first.args, **first.kwargs)[:2]
+            first.note((args, kwargs))
             return (args, {**kwargs, **shared}), {}
         batched: Arguments | None = None
         parts: list[Arguments] = []
         sizes: list[int] = []
         for invoke in invokes:
             args, kwargs = model._prepare_input(*invoke.args, **invoke.kwargs)[:2]
+            invoke.note((args, kwargs))
             batched, size = model._batch(batched, *args, **kwargs)
             parts.append((args, kwargs))
             sizes.append(size)

@@ -379,7 +379,7 @@ def invokes_after_the_trace(case: Case) -> None:
         pass
 
 
-@mistake(OutOfOrderError, "barrier(3)", "not all of its participants")
+@mistake(OutOfOrderError, "barrier(3)", "never reached by every block")
 def makes_a_barrier_of_too_many(case: Case) -> None:
     with case.trace() as tracer:
         barrier = tracer.barrier(3)
@@ -410,7 +410,7 @@ behind("a_stop_outside", lambda _, tracer: tracer.stop(), ValueError, "tracer.st
 behind("a_result_afterwards", lambda _, tracer: tracer.result, ValueError, "Cannot access `result` outside of interleaving")
 
 
-@mistake(OutOfOrderError, "model.first.input", "already passed")
+@mistake(OutOfOrderError, "model.first.input", "already ran past")
 def skips_what_has_run(case: Case) -> None:
     with case.trace(case.x):
         hidden = case.model.first.output

@@ -141,6 +141,66 @@ def test_a_hooked_call_with_rows(model: Rows, compile: bool) -> None:
 
 
 @both
+def test_modules_below_a_hooked_call_pass_their_locations(model: Rows, compile: bool) -> None:
+    module = model._module
+
+    def replace(hidden: torch.Tensor) -> torch.Tensor:
+        coded = module.sae.encoder(hidden)
+        coded[:, 0] = 3.0
+        return module.sae.decoder(torch.relu(coded))
+
+    for _ in range(2):
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(X):
+                model.first.output = model.sae(model.first.output, hook=True)
+                out = model.output.save()
+            with tracer.invoke():
+                cache = tracer.cache(modules=[model.sae.decoder])
+                model.sae.encoder.output[:, 0] = 3.0
+                coded = model.sae.decoder.input.clone().save()
+        hidden = module.first(X)
+        expected = module.sae.encoder(hidden)
+        expected[:, 0] = 3.0
+        assert torch.equal(coded, torch.relu(expected))
+        assert torch.equal(cache["model.sae.decoder"].output, replace(hidden))
+        assert torch.equal(out, patched(module, replace))
+
+
+@both
+def test_modules_below_the_hooked_call_of_an_edit(model: Rows, compile: bool) -> None:
+    with model.edit() as edited:
+        model.first.output = model.sae(model.first.output, hook=True)
+        model.sae(model.first.output * 2, hook=True)
+    module = model._module
+    with edited.trace(compile=compile) as tracer:
+        with tracer.invoke(X[:1]):
+            one = edited.sae.encoder.output.clone().save()
+            edited.sae.decoder.output *= 0
+            first = edited.output.save()
+        with tracer.invoke(X[1:]):
+            two = edited.sae.encoder.output.clone().save()
+            again = edited.sae.encoder.next().output.clone().save()
+            second = edited.output.save()
+    coded = module.sae.encoder(module.first(X))
+    assert torch.equal(torch.cat([one, two]), coded)
+    hidden = module.sae(module.first(X))
+    hidden[0] = 0
+    torch.testing.assert_close(again, module.sae.encoder(hidden[1:] * 2))
+    expected = module.last(torch.relu(hidden))
+    torch.testing.assert_close(torch.cat([first, second]), expected)
+
+
+@both
+def test_a_hooked_call_is_skipped_by_another_invoke(model: Rows, compile: bool) -> None:
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(X):
+            made = model.sae(model.first.output, hook=True).save()
+        with tracer.invoke():
+            model.sae.skip(torch.ones(2, 6))
+    assert torch.equal(made, torch.ones(2, 6))
+
+
+@both
 def test_several_hooked_calls_are_occurrences(model: Rows, compile: bool) -> None:
     with model.trace(compile=compile) as tracer:
         with tracer.invoke(X):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from typing import Any
 
@@ -60,9 +61,49 @@ def test_paths(model: NNsight) -> None:
     assert model.path == "model"
     assert model.layers[2].attention.path == "model.layers.2.attention"
     assert model.heads["a"].path == "model.heads.a"
-    assert [path for path, _ in model.named_modules()] == [
-        ".".join(filter(None, ["model", name])) for name, _ in model._module.named_modules()
-    ]
+    paths = [path for path, _ in model.named_modules()]
+    expected = [".".join(filter(None, ["model", name])) for name, _ in model._module.named_modules()]
+    assert sorted(paths) == sorted(expected)
+    assert paths[-1] == "model", "children come before the envoy that has them"
+    for place, path in enumerate(paths):
+        assert all(not above.startswith(f"{path}.") for above in paths[place:])
+    assert [envoy.path for envoy in model.modules()] == paths
+    layers = [name for name, _ in model.layers.named_modules(lambda envoy: envoy.path.count(".") == 2)]
+    assert layers == [f"model.layers.{number}" for number in range(3)]
+
+
+def test_parents_and_the_root(model: NNsight) -> None:
+    attention = model.layers[2].attention
+    assert attention.parent is model.layers[2]
+    assert model.layers.parent is attention.root is model.root is model
+    assert model.parent is None
+    with model.edit() as edited:
+        model.layers[0].output[:] = 0
+    assert attention.root is model and edited.root is edited
+
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parent, self.root, self.iter = torch.nn.Linear(1, 1), "a path", torch.nn.Linear(1, 1)
+
+    own = NNsight(Own())
+    assert own.parent.path == "model.parent" and own.root == "a path" and own.iter.path == "model.iter"
+    held = NNsight(torch.nn.Sequential(torch.nn.Linear(1, 1)))[0]
+    gc.collect()
+    assert held.parent is None and held.root is None
+
+
+def test_a_container_without_children_is_false() -> None:
+    model = NNsight(torch.nn.Sequential(torch.nn.ModuleList(), torch.nn.ReLU(), torch.nn.ModuleList([torch.nn.ReLU()])))
+    assert not model[0] and model[1] and model[2] and model
+
+
+def test_a_compiled_module_keeps_its_inner_name() -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    model = NNsight(torch.compile(net, backend="eager"))
+    assert model._orig_mod is model and model._orig_mod[0].path == "model.0"
+    with pytest.raises(AttributeError, match="_orig_mod"):
+        NNsight(net)._orig_mod  # noqa: B018
 
 
 def test_indexing_slicing_length_and_iteration(model: NNsight) -> None:

@@ -90,7 +90,7 @@ def test_paths_match_whole_components() -> None:
     model = make(rename={"mlp": "feedforward"})
     assert model.transformer.h[0].feedforward is model.transformer.h[0].mlp
     assert not hasattr(model.transformer.h[0], "feedforward_norm")
-    with pytest.raises(ValueError, match="there is no module `ml`"):
+    with pytest.warns(UserWarning, match="there is no module `ml`"):
         make(rename={"ml": "x"})
 
 
@@ -122,7 +122,7 @@ def test_a_leading_dot_ties_a_name_to_the_root() -> None:
     model = make(rename={"transformer.h.0": ".start", ".head": "unembed"})
     assert model.start is model.transformer.h[0]
     assert model.unembed is model.head
-    with pytest.raises(ValueError, match="there is no module"):
+    with pytest.warns(UserWarning, match="there is no module"):
         make(rename={".nonsense": "feedforward"})
 
 
@@ -152,13 +152,16 @@ def test_modules_found_by_another_way_than_their_name_are_envoys() -> None:
 
 @pytest.mark.parametrize("name", ["head", "output", "input", "trace", "path"])
 def test_a_taken_name(name: str) -> None:
-    with pytest.raises(ValueError, match=f"already has an attribute `{name}`"):
+    what = "a child" if name == "head" else "an attribute of NNsight"
+    with pytest.raises(ValueError, match=f"already has an attribute `{name}`, {what}"):
         make(rename={"transformer": name})
+    with pytest.raises(ValueError, match="attribute `x`, another further name"):
+        make(rename={"transformer": "x", "head": "x"})
 
 
 def test_a_name_of_the_module_is_taken() -> None:
     """An attribute of the module would be hidden by the envoy."""
-    with pytest.raises(ValueError, match="already has an attribute `width`"):
+    with pytest.raises(ValueError, match="already has an attribute `width`, an attribute of Net"):
         make(rename={"transformer": "width"})
 
 
@@ -170,8 +173,44 @@ def test_a_name_that_is_a_path() -> None:
 
 @pytest.mark.parametrize("path", ["nonsense", "transformer.nonsense", "h.7", ".nonsense"])
 def test_a_missing_module(path: str) -> None:
-    with pytest.raises(ValueError, match=f"there is no module `{path}`"):
+    with pytest.warns(UserWarning, match=f"there is no module `{path}`"):
         make(rename={path: "x"})
+    model = make(rename={path: "x", "head": "x"})  # one dict for several architectures
+    assert model.x is model.head
+
+
+def test_a_class_of_modules_names_the_one_child_of_it() -> None:
+    model = make(rename={Attention: "attention", torch.nn.LayerNorm: ["norm"]})
+    for block in model.transformer.h:
+        assert block.attention is block.attn and block.norm is block.mlp_norm
+    with pytest.raises(ValueError, match=r"`Linear` has several matches below `model\.transformer\.h\.0`.*h\.0\.attn`"):
+        make(rename={torch.nn.Linear: "linear"})
+
+
+def test_a_star_is_any_one_child() -> None:
+    model = make(rename={"*.h": "layers"})
+    assert model.layers is model.transformer.h
+    with pytest.raises(ValueError, match=r"`\*\.mlp` has several matches below `model\.transformer\.h`"):
+        make(rename={"*.mlp": "mlp_of_one"})
+
+
+def test_a_name_further_along_the_key() -> None:
+    model = make(rename={"transformer.h.1": "transformer.last", "head": "head"})
+    assert model.transformer.last is model.transformer.h[1]
+    assert model["head"] is model.head
+    assert model.transformer["last"] is model.transformer.last
+    with pytest.raises(KeyError):
+        model["last"]
+
+
+def test_a_key_through_a_property() -> None:
+    class WithBase(Net):
+        @property
+        def base_model(self) -> torch.nn.Module:
+            return self.transformer
+
+    model = NNsight(WithBase(), rename={"base_model.h": "layers"})
+    assert model.layers is model.transformer.h
 
 
 def test_names_survive_deep_copies_and_edits() -> None:
@@ -277,6 +316,7 @@ def test_a_child_called_like_a_property_of_a_custom_class(compile: bool) -> None
     assert torch.equal(last, module(X))
     assert torch.equal(whole, torch.zeros(2, 4))
     assert isinstance(model[0], OddEnvoy)
+    assert model[0].E_heads is model[0].heads and model[0].E_output.path == "model.0.output"
     assert OddEnvoy.heads.key == "output", "the class itself is as it was"
 
 
@@ -284,3 +324,9 @@ def test_classes_of_envoys_by_component_of_a_path() -> None:
     model = make(envoys={"mlp": Marked, "attn": HeadsEnvoy})
     block = model.transformer.h[1]
     assert (type(block.mlp), type(block.attn), type(block.mlp_norm)) == (Marked, HeadsEnvoy, Envoy)
+
+
+def test_classes_of_modules_come_before_paths_and_a_star_is_each_entry() -> None:
+    model = make(envoys={"attn": Marked, Attention: HeadsEnvoy, "h.*": Marked})
+    block = model.transformer.h[1]
+    assert (type(block), type(block.attn), type(block.mlp)) == (Marked, HeadsEnvoy, Envoy)

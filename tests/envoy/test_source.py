@@ -137,7 +137,32 @@ def test_operations_are_named_after_what_is_called_inner_calls_first(model: NNsi
         "self_combine_0",
     ]
     assert len(model.layers[0].source) == 10
+    assert model.layers[0].source.names == tuple(model.layers[0].source)
     assert "F_gelu_0" in model.layers[0].source and "F_gelu_1" not in model.layers[0].source
+
+
+@both
+def test_subscripts_are_left_out_of_names(compile: bool) -> None:
+    class Listed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+            self.functions = {"relu": [torch.relu]}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[0](x)
+            x = self.layers[1].forward(x)
+            x = self.functions["relu"][0](x)
+            return (x + x).mean()
+
+    model = NNsight(Listed(), compile={"backend": "eager"})
+    assert model.source.names == ("self_layers_0", "self_layers_forward_0", "self_functions_0", "mean_0")
+    given = torch.ones(1, 4)
+    with model.trace(given, compile=compile):
+        hidden = model.source.self_layers_0.output.save()
+        made = model.source.self_functions_0.output.save()
+    assert torch.equal(hidden, model._module.layers[0](given))
+    assert torch.equal(made, torch.relu(model._module.layers[1](hidden)))
 
 
 def test_printing_shows_names_beside_lines(model: NNsight) -> None:
@@ -163,6 +188,20 @@ def test_listing_installs_nothing(model: NNsight, x: torch.Tensor) -> None:
 
 
 # -- values --------------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_what_iterating_gives_are_names_and_operations(model: NNsight, x: torch.Tensor, compile: bool) -> None:
+    (operation,) = model.head.source
+    assert operation == "F_linear_0" and operation.name == "F_linear_0" and {operation} == {"F_linear_0"}
+    assert operation.path == "model.head.source.F_linear_0"
+    with model.trace(x, compile=compile):
+        before = operation.output.clone().save()
+        operation.output = operation.output * 2
+        after = model.head.output.save()
+    assert torch.equal(before * 2, after)
+    with pytest.raises(AttributeError):
+        operation.nonsense  # noqa: B018
 
 
 @both

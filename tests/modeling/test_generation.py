@@ -131,6 +131,10 @@ def test_transformers_compiles_no_traced_generation(model: LanguageModel, compil
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_beams_are_searched(model: LanguageModel, compile: bool) -> None:
     beams = model._module.generate(**ids_of(model, LONG), **GREEDY, num_beams=2)
+    config = transformers.GenerationConfig(num_beams=2, **GREEDY, pad_token_id=model._pad_id())
+    with model.generate(LONG, generation_config=config, compile=compile) as tracer:
+        by_config = tracer.result.save()
+    assert torch.equal(by_config, beams)
     with model.generate(LONG, **GREEDY, num_beams=2, compile=compile) as tracer:
         found = tracer.result.save()
     same(found, beams)

@@ -249,13 +249,13 @@ def test_continuing_a_cache_needs_no_mask(decoder: Module, ids: torch.Tensor) ->
     torch.testing.assert_close(continued, decoder(input_ids=ids).logits[:, -2:])
 
 
-def test_continuing_a_padded_cache_counts_positions_from_its_mask(decoder: Module, tokenizer: Any) -> None:
+def test_continuing_a_cache_leaves_positions_to_the_model(decoder: Module, tokenizer: Any) -> None:
     model = LanguageModel(decoder, tokenizer)
-    whole = prepared(model, TEXTS)
-    start = {name: value[:, :-2] for name, value in whole.items()}
-    cache = decoder(**start, use_cache=True).past_key_values
-    last, mask = whole["input_ids"][:, -2:], whole["attention_mask"]
-    continued = logits_of(model, last, attention_mask=mask, **{CACHE: cache})
+    whole = prepared(model, [TEXT])
+    cache = decoder(input_ids=whole["input_ids"][:, :-2], use_cache=True).past_key_values
+    arguments = {"attention_mask": whole["attention_mask"], CACHE: cache}
+    assert "position_ids" not in prepared(model, whole["input_ids"][:, -2:], **arguments)
+    continued = logits_of(model, whole["input_ids"][:, -2:], **arguments)
     torch.testing.assert_close(continued[:, -1], decoder(**whole).logits[:, -1])
 
 
@@ -287,6 +287,25 @@ def test_padding_of_a_given_mask_is_skipped_by_the_positions(decoder: Module) ->
     padded = logits_of(model, [0, 0, 5, 6, 7], attention_mask=[0, 0, 1, 1, 1])
     alone = decoder(input_ids=torch.tensor([[5, 6, 7]])).logits
     torch.testing.assert_close(padded[:, 2:], alone, atol=1e-5, rtol=0)
+
+
+def test_a_gap_in_a_mask_is_a_position(decoder: Module) -> None:
+    ids, mask = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[1, 0, 1, 1]])
+    model = LanguageModel(decoder)
+    expected = decoder(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits_of(model, ids, attention_mask=mask), expected)
+    two = prepared(model, ids.repeat(3, 1), attention_mask=torch.tensor([[0, 1, 1, 1], [0, 1, 0, 1], [1, 1, 0, 0]]))
+    assert two["position_ids"].tolist() == [[0, 0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3]]
+
+
+def test_an_encoder_that_pads_left_counts_tokens(bert: Module, bert_tokenizer: Any) -> None:
+    model = LanguageModel(bert, bert_tokenizer)
+    bert_tokenizer.padding_side = "left"
+    together = logits_of(model, TEXTS)
+    bert_tokenizer.padding_side = "right"
+    for row, text in enumerate(TEXTS):
+        alone = bert(**bert_tokenizer(text, return_tensors="pt")).logits[0]
+        torch.testing.assert_close(together[row, -len(alone) :], alone, atol=1e-5, rtol=0)
 
 
 def test_given_positions_are_kept(model: LanguageModel, gpt2: Module, ids: torch.Tensor) -> None:
@@ -339,6 +358,32 @@ def test_what_tokenizers_add_is_kept_from_models_without_it(llama: Module, bert_
     assert prepared(model, encoding).keys() == {"input_ids", "attention_mask", "position_ids"}
     assert torch.equal(logits_of(model, encoding), expected)
     assert torch.equal(logits_of(model, **encoding), expected)
+
+
+def test_the_number_of_rows_of_each_argument(bert: Module, model: LanguageModel, t5: Module) -> None:
+    with pytest.raises(ValueError, match="`attention_mask` has 1 rows, and there are 2 prompts"):
+        logits_of(model, [[1, 2], [3, 4]], attention_mask=[[1, 1]])
+    with pytest.raises(ValueError, match="`labels` has 3 rows, and there are 2 prompts"):
+        logits_of(model, [[1, 2], [3, 4]], labels=[[1, 2], [3, 4], [5, 6]])
+    types = LanguageModel(bert)
+    assert prepared(types, [[1, 2], [3, 4]], token_type_ids=[0, 1])["token_type_ids"].tolist() == [[0, 1]] * 2
+    assert prepared(model, inputs_embeds=torch.ones(3, 16))["inputs_embeds"].shape == (1, 3, 16)
+    for label in (1, torch.tensor(1), [1]):
+        assert prepared(types, [1, 2, 3], labels=label)["labels"].tolist() == [1]
+    translator = LanguageModel(t5)
+    with pytest.raises(ValueError, match="Only some of the invokes have `decoder_input_ids`"):
+        with translator.trace() as tracer:
+            with tracer.invoke([3, 4], decoder_input_ids=[0, 5]):
+                translator.output.save()
+            with tracer.invoke([3]):
+                pass
+    with translator.trace() as tracer:
+        for prompt in ([3, 4], [3], [5]):
+            with tracer.invoke(prompt):
+                pass
+        with tracer.invoke():
+            logits = translator.output.logits.save()
+    assert logits.shape[:2] == (3, 1)
 
 
 def test_labels_are_padded_with_ignored_ones(model: LanguageModel, gpt2: Module, ids: torch.Tensor) -> None:
@@ -399,6 +444,53 @@ def test_chats_go_through_the_template(model: LanguageModel) -> None:
 
 
 # -- mistakes ----------------------------------------------------------------------------------------------
+
+
+def test_options_of_the_tokenizer_reach_it_for_each_invoke(model: LanguageModel, gpt2: Module, ids: torch.Tensor) -> None:
+    assert torch.equal(logits_of(model, TEXT, truncation=True, max_length=3), gpt2(ids[:, :3]).logits)
+    assert torch.equal(logits_of(model, TEXT, tokenizer_kwargs={"truncation": True, "max_length": 2}), gpt2(ids[:, :2]).logits)
+    for of_trace, of_invoke in (({}, {"truncation": True, "max_length": 2}), ({"truncation": True, "max_length": 2}, {})):
+        with model.trace(**of_trace) as tracer:
+            with tracer.invoke(TEXT, **of_invoke):
+                one = model.lm_head.output[:, -1].save()
+            with tracer.invoke(TEXT):
+                two = model.transformer.h[0].input.save()
+        torch.testing.assert_close(one, gpt2(ids[:, :2]).logits[:, -1])
+        assert two.shape[1] == (2 if of_trace else ids.shape[1])
+    padded = prepared(model, TEXT, padding="max_length", max_length=20)
+    assert padded["input_ids"].shape == (1, 20) and padded["attention_mask"].sum() == ids.shape[1]
+    with pytest.raises(ValueError, match="`max_length`, `truncation`: an option|`truncation`, `max_length`: an option"):
+        logits_of(model, ids, truncation=True, max_length=2)
+    with pytest.raises(ValueError, match="`tools`: an option .* text and no chat"):
+        logits_of(model, TEXT, tools=[dict])
+
+
+def test_options_of_the_tokenizer_in_a_generation(model: LanguageModel, ids: torch.Tensor) -> None:
+    with model.generate(TEXT, truncation=True, max_length=3, generate_kwargs={"max_new_tokens": 2}) as tracer:
+        made = tracer.result.save()
+    assert torch.equal(made[:, :3], ids[:, :3]) and made.shape[1] == 5
+    width = ids.shape[1] + 3
+    for prompt in (TEXT, ids):
+        with model.generate(prompt, max_length=width, min_length=width) as tracer:
+            made = tracer.result.save()
+        assert torch.equal(made[:, : ids.shape[1]], ids) and made.shape[1] == width
+
+
+def test_options_of_chats(model: LanguageModel, tokenizer: Any) -> None:
+    chat = [{"role": "user", "content": TEXT}]
+    whole = tokenizer.apply_chat_template(chat, return_dict=True)["input_ids"]
+    assert prepared(model, chat, add_generation_prompt=False)["input_ids"].tolist() == [whole]
+    assert prepared(model, chat, truncation=True, max_length=2)["input_ids"].tolist() == [whole[:2]]
+    model.tokenizer.chat_template = "{{ word }}"
+    assert prepared(model, chat, chat_template_kwargs={"word": "user"})["input_ids"].tolist() == [tokenizer("user")["input_ids"]]
+
+
+def test_options_set_on_the_tokenizer(gpt2: Module, tokenizer: Any) -> None:
+    model = LanguageModel(gpt2, tokenizer, tokenizer_kwargs={"padding_side": "right", "truncation_side": "left"})
+    assert model.tokenizer.padding_side == "right"
+    assert prepared(model, TEXT, truncation=True, max_length=2)["input_ids"].tolist() == [tokenizer(TEXT)["input_ids"][-2:]]
+    with pytest.raises(TypeError, match="there is none"):
+        LanguageModel(gpt2, tokenizer_kwargs={"padding_side": "right"})
 
 
 def test_text_without_a_tokenizer_says_how_to_pass_one(gpt2: Module, ids: torch.Tensor) -> None:
@@ -491,6 +583,15 @@ def test_the_class_that_loads_can_be_chosen(t5: Module, original_tokenizer: Any,
     model = LanguageModel(str(tmp_path), automodel=transformers.AutoModelForSeq2SeqLM)
     assert model.tokenizer.padding_side == "right"
     assert torch.equal(logits_of(model, TEXT), logits_of(LanguageModel(t5, original_tokenizer), TEXT))
+
+
+def test_the_class_that_loads_by_its_name_and_options_of_the_tokenizer(saved: Path, ids: torch.Tensor) -> None:
+    model = LanguageModel(str(saved), automodel="AutoModel", dispatch=True)
+    assert type(model._module).__name__ == "GPT2Model"
+    model = LanguageModel(str(saved), tokenizer_kwargs={"padding_side": "right", "model_max_length": 7})
+    assert (model.tokenizer.padding_side, model.tokenizer.model_max_length) == ("right", 7)
+    with pytest.raises(ValueError, match="no class 'NoSuchModel'"):
+        LanguageModel(str(saved), automodel="NoSuchModel")
 
 
 def test_a_folder_without_tokenizer_files_is_told_from_an_empty_prompt(saved: Path) -> None:

@@ -127,6 +127,24 @@ def test_a_prompt_with_an_image(model: VisionLanguageModel, compile: bool) -> No
     assert not torch.equal(logits, other)
 
 
+def test_a_prompt_by_name_and_options_of_the_processor(seeing: VisionLanguageModel) -> None:
+    expected = seeing._module(**alone(seeing, QUESTION, IMAGES[:1])).logits
+    given: list[tuple[Any, Any]] = [
+        ((), {"text": QUESTION, "images": IMAGES[0]}),
+        ((QUESTION,), {"image": IMAGES[0]}),
+        (({"text": QUESTION, "images": IMAGES[0]},), {}),
+    ]
+    for args, kwargs in given:
+        with seeing.trace(*args, **kwargs):
+            logits = seeing.lm_head.output.save()
+        assert torch.equal(logits, expected)
+    width = expected.shape[1]
+    cut = seeing._prepare_input(QUESTION, images=IMAGES[0], padding="max_length", max_length=width + 3)[1]
+    assert cut["input_ids"].shape == (1, width + 3)
+    with pytest.raises(ValueError, match="two prompts"), seeing.trace(QUESTION, text=QUESTION, images=IMAGES[0]):
+        seeing.lm_head.output.save()
+
+
 @both
 def test_what_the_image_becomes_is_edited(seeing: VisionLanguageModel, compile: bool) -> None:
     with seeing.trace(QUESTION, images=IMAGES[0], compile=compile):

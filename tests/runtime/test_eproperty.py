@@ -116,6 +116,62 @@ def test_transform_sends_an_edited_copy_back(model: Heads, compile: bool) -> Non
 
 
 @both
+def test_a_view_read_twice_in_one_statement_is_one_view(model: Heads, compile: bool) -> None:
+    with model.trace(X, compile=compile):
+        model.doubled[0] += model.doubled[1].relu()
+        model.doubled[1] = 3.0
+        value = model.plain.clone().save()  # asks for something else, so the view has gone back
+        model.doubled[:, 0] = model.doubled[:, 1]
+        out = model.output.save()
+    view = hidden(model) * 2
+    view[0] += view[1].relu()
+    view[1] = 3.0
+    assert torch.equal(value, view / 2)
+    view[:, 0] = view[:, 1]
+    assert torch.equal(out, model._module[1](view / 2))
+
+
+@both
+def test_what_is_assigned_wins_over_a_view_read_before(model: Heads, compile: bool) -> None:
+    with model.trace(X, compile=compile):
+        model.plain = model.doubled * 3
+        out = model.output.save()
+    assert torch.equal(out, model._module[1](hidden(model) * 2 * 3))
+
+
+class Both(NNsight):
+    """The stub is the preprocess, and the transform sees the value as it was."""
+
+    @eproperty(key="0.output")
+    def halves(self, value: torch.Tensor) -> torch.Tensor:
+        """First half, as a copy."""
+        return value[:, :2].clone()
+
+    @halves.transform
+    def halves(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return torch.cat([view, value[:, 2:] * self.factor], 1)
+
+    @eproperty
+    def custom(self) -> Any:
+        """Without parentheses."""
+
+    factor = 2
+
+
+@both
+def test_a_stub_with_a_value_is_the_preprocess(model: Heads, compile: bool) -> None:
+    model = Both(model._module, compile={"backend": "eager"})
+    with model.trace(X, compile=compile):
+        model.halves[:, 0] += model.halves[:, 1]
+        out = model.output.save()
+    expected = hidden(model)
+    expected = torch.stack([expected[:, 0] + expected[:, 1], expected[:, 1], *(expected[:, 2:] * 2).T], 1)
+    assert torch.equal(out, model._module[1](expected))
+    assert Both.custom.key == "custom"
+    assert Both.custom.__doc__ == "Without parentheses."
+
+
+@both
 def test_views_share_one_location(model: Heads, compile: bool) -> None:
     """Several views of one value in one visit: no request waits for a second occurrence."""
     with model.trace(X, compile=compile):

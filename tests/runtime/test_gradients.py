@@ -70,6 +70,23 @@ def assert_parameters(model: NNsight, expected: dict[str, torch.Tensor]) -> None
         torch.testing.assert_close(parameter.grad, expected[name])
 
 
+@modes
+def test_a_loss_without_gradient_is_an_error_before_the_block(backend: str | None) -> None:
+    model = make(backend)
+    reached: list[int] = []
+    with pytest.raises(NotImplementedError, match="does not require grad"), torch.no_grad(), model.trace(X):
+        loss = model.output.sum()
+        with loss.backward():
+            reached.append(1)
+    with pytest.raises(NotImplementedError, match="does not require grad"), model.trace(X):
+        with model.output.detach().sum().backward():
+            reached.append(2)
+    with pytest.raises(NotImplementedError, match="does not require grad"):
+        with torch.ones(()).backward():
+            reached.append(3)
+    assert not reached
+
+
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 

@@ -314,23 +314,90 @@ def test_invokes_without_any_input(model: Rows, compile: bool) -> None:
 
 
 @both
-def test_a_stop_in_one_invoke_ends_the_run_for_all(
-    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
-) -> None:
+def test_a_stop_in_one_invoke_ends_the_run_for_all(model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
     reached: list[str] = []
-    with model.trace(compile=compile) as tracer:
-        with tracer.invoke(a):
-            first = model[0].output.save()
-            other = model[1].output.save()
-            tracer.stop()
-            reached.append("after the stop")
-        with tracer.invoke(b):
-            second = model[0].output.save()
-            model.output.save()
-            reached.append("the end of the model")
-    hidden = model._module[0](torch.cat([a, b]))
-    same((first, second, other), (hidden[:2], hidden[2:], hidden.tanh()[:2]))
+    for _ in range(2):
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                first = model[0].output.save()
+                other = model[1].output
+                other *= 2
+                other.save()
+                tracer.stop()
+                reached.append("after the stop")
+            with tracer.invoke(b):
+                second = model[0].output.save()
+                third = model[1].output.save()  # the same location, which is finished first
+            with tracer.invoke():
+                cache = tracer.cache()
+                model[1].input  # noqa: B018
+        hidden = model._module[0](torch.cat([a, b]))
+        same((first, second, other, third), (hidden[:2], hidden[2:], hidden.tanh()[:2] * 2, hidden.tanh()[2:]))
+        same(cache["model.1"].output, torch.cat([other, third]))
+        assert list(cache) == ["model.0", "model.1"]
     assert not reached
     assert_no_instrumentation(model._module)
 
 
+@both
+def test_what_lies_behind_a_stop_is_out_of_order(model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
+    for _ in range(2):
+        with pytest.raises(OutOfOrderError, match=r"`model\.output\.i0` was not provided: another block had called tracer\.stop"):
+            with model.trace(compile=compile) as tracer:
+                with tracer.invoke(a):
+                    model[0].output.save()
+                    tracer.stop()
+                with tracer.invoke(b):
+                    model[0].output.save()
+                    model.output.save()
+        with pytest.raises(OutOfOrderError, match=r"`model\.0\.output\.i0` was not provided"):
+            with model.trace(compile=compile) as tracer:
+                with tracer.invoke(a):
+                    tracer.stop()  # before the model
+                with tracer.invoke(b):
+                    model[0].output.save()
+        caught: list[torch.Tensor] = []
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                model[1].output.save()
+                tracer.stop()
+            with tracer.invoke(b):
+                hidden = model[0].output
+                try:
+                    model.output.save()
+                except OutOfOrderError:
+                    caught.append(hidden * 2)
+                    hidden.save()
+        same(caught[0], model._module[0](b) * 2)
+        same(hidden, model._module[0](b))
+    with pytest.warns(UserWarning, match=r"model\.0\.output\.i1"):
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                model[1].output.save()
+                tracer.stop()
+            with tracer.invoke(b):
+                for step in tracer.iter[:2]:
+                    kept = (model[0].output * (step + 1)).save()
+    same(kept, model._module[0](b))
+    assert_no_instrumentation(model._module)
+
+
+
+
+# -- inputs -----------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_an_invoke_knows_its_input(model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
+    for factor in (1.0, 2.0, 3.0):
+        one_input, two_input = a * factor, b * factor
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(one_input) as one:
+                seen = [*one.args, *one.inputs[0], model.input.clone()].save()
+            with tracer.invoke(two_input) as two:
+                other = (two.inputs[0][0] * 2).save()
+            with tracer.invoke() as three:
+                none = [three.inputs, three.args, three.kwargs].save()
+        assert all(torch.equal(found, one_input) for found in seen)
+        assert torch.equal(other, two_input * 2)
+        assert none == [None, (), {}]

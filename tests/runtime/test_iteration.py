@@ -18,7 +18,7 @@ from ..conftest import Rows, agree, assert_no_instrumentation, both, same
 from ..contract.guide import PARIS, language_model
 
 STEPS = 5
-ENDED = "which did not occur: the model had finished"
+ENDED = "which was never reached: the model had finished"
 
 
 class Recurrent(torch.nn.Module):
@@ -115,6 +115,22 @@ def test_a_loop_as_a_with_block(model: NNsight, net: Recurrent, x: torch.Tensor)
         return (steps, out), tracer
 
     agree(run, ([1, 3], out))
+
+
+@both
+def test_loops_by_the_model_are_those_of_the_tracer(model: NNsight, net: Recurrent, x: torch.Tensor, compile: bool) -> None:
+    _, out = reference(net, x, lambda step, h: h + step if step < 2 else h)
+    with model.trace(x, compile=compile):
+        for step in model.iter[:2]:
+            model.cell.output = model.cell.output + step
+        made = model.output.save()
+    assert torch.equal(made, out)
+    with pytest.warns(UserWarning, match=ENDED), model.trace(x, compile=compile):
+        steps = [].save()
+        for step in model.cell.all():
+            model.cell.output  # noqa: B018
+            steps.append(step)
+    assert steps == list(range(STEPS))
 
 
 @pytest.mark.parametrize("how", ["iter", "all"])

@@ -12,6 +12,7 @@ from contextvars import ContextVar, Token
 from typing import Any
 
 from ...tracing import block, saving, source
+from ...util import Object
 
 #: For each entering that is still open, how to undo it; ``None`` where a table was open already.
 _entered: ContextVar[tuple[Token[Any] | None, ...]] = ContextVar("nnsight_entered", default=())
@@ -58,7 +59,3 @@ class _Globals:
 Globals = _Globals()
 
 __all__ = ["Globals", "Object"]
-
-
-class Object:
-    """For annotations of values of a trace. These are tensors, and whatever modules return: nothing is an instance."""

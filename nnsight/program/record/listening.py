@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ... import compat
 from ...modeling.scanning import _OutsideFakeMode
-from ...runtime.errors import EarlyStopException
 from ...runtime.mediator import Mediator
 from ...runtime.rows.fakes import Guesses
 from ...tracing.errors import user_position_now, user_position_of
@@ -85,6 +84,8 @@ class RecordingMediator(compat.Mediator):
                 left = super().visit(location, occurrence, value)
                 position_of_block.set(self._position)
                 recorder.end_visit(visit, left)
+                if self.stopped:
+                    recorder.stop()
                 return left
         finally:
             position_of_block.reset(token)
@@ -105,11 +106,9 @@ class RecordingMediator(compat.Mediator):
     def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
         recorder = self._recorder
         with recorder.turn_of(recorder.number_of(self)):
-            try:
-                super()._turn(switch, *arguments)
-            except EarlyStopException:
+            super()._turn(switch, *arguments)
+            if self.stopped and self._location is None:  # not in a visit, which would end first
                 recorder.stop()
-                raise
 
 
 class Operators(Guesses):

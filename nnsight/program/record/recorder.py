@@ -352,10 +352,7 @@ class Recorder(NodeRecorder):
 
     @unseen
     def stop(self) -> None:
-        """Record that the block whose turn it is ends the run where it stands, with its edits made."""
-        for visit in self._visits:
-            if visit.block == self.block:
-                self._write_edits(visit)
+        """Record that the block whose turn it is ends the run where it stands."""
         self.emit("stop")
 
     @unseen

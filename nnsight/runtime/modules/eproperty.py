@@ -4,9 +4,10 @@ Reading an :class:`eproperty` waits until the run offers the location ``<path>.<
 to it replaces that value. An owner is what :class:`IEnvoy` describes: an envoy (``.output``, ``.input``), a tracer (``.result``), or an
 object of a user's class.
 
-The decorated function is a stub: it gives the property its name and docstring, and its body does not run. Several properties can share one
-key to show different views of one value: ``preprocess`` and ``postprocess`` convert between the model's value and the view, and
-``transform`` sends an edited view back.
+The decorated function is a stub: it gives the property its name and docstring, and its body does not run, unless it takes the value:
+``def heads(self, value)`` is the ``preprocess`` as well. Several properties can share one key to show different views of one value:
+``preprocess`` and ``postprocess`` convert between the model's value and the view, and ``transform`` sends an edited view back, when the
+block next asks for anything else. Until then each read gives the same view, so ``e.view[0] += f(e.view)`` edits one view.
 
 A decorator between ``eproperty`` and the stub can prepare the request, for instance by registering a hook: its wrapper of the stub is
 called with the owner before each request that waits. Such a hook offers its value with :meth:`eproperty.provide`. Modules and operations
@@ -46,27 +47,36 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
     """Descriptor for a value of the running model.
 
     Args:
-        key: Last part of the location; the stub's name by default.
+        key: Last part of the location; the stub's name by default. The stub itself, if the decorator has no parentheses.
         description: A few words for the tree that ``print(model)`` shows; without them the property is not listed there.
         iterate: Whether the location can occur several times in a run, so that requests name an occurrence.
     """
 
-    def __init__(self, key: str | None = None, description: str | None = None, iterate: bool = True) -> None:
-        self.key = key
+    def __init__(
+        self, key: str | Callable[..., Any] | None = None, description: str | None = None, iterate: bool = True
+    ) -> None:
+        self.key = key if isinstance(key, str) else None
         self.description = description
         self.iterate = iterate
         self.name: str | None = None
+        self._identity: str | None = None  # tells its views from those of other properties of the same location
         self._prepare: Callable[..., Any] | None = None
         self._preprocess: Callable[..., Any] | None = None
         self._postprocess: Callable[..., Any] | None = None
         self._transform: Callable[..., Any] | None = None
+        if callable(key):
+            self(key)
 
     def __call__(self, stub: Callable[..., Any]) -> eproperty:
         """Take name and docstring from the decorated stub, and remember what a decorator made of it."""
         # A decorator's wrapper has the stub in its closure; a bare stub has nothing there.
         bare = isinstance(stub, types.FunctionType) and stub.__closure__ is None
-        self._prepare = None if bare else stub
+        if _arity(stub) == 2:
+            self._preprocess = stub
+        else:
+            self._prepare = None if bare else stub
         self.name = stub.__name__
+        self._identity = f"{stub.__module__}.{stub.__qualname__}.{stub.__name__}"
         self.key = self.key or stub.__name__
         self.__doc__ = stub.__doc__
         return self
@@ -87,9 +97,12 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
     def transform(self, function: Callable[..., Any]) -> eproperty:
         """Register ``function(view) -> value``: after a read, what the block left in the view goes to the model.
 
-        Needed when ``preprocess`` returns a copy; a view that shares memory with the value needs none.
+        With three parameters it is ``function(self, view, value)``, with the value that ``preprocess`` was given. Needed when
+        ``preprocess`` returns a copy; a view that shares memory with the value needs none.
         """
-        self._transform = function.__func__ if isinstance(function, staticmethod) else function
+        function = function.__func__ if isinstance(function, staticmethod) else function
+        alone = _arity(function) == 1
+        self._transform = (lambda owner, view, value: function(view)) if alone else function
         return self
 
     def location(self, owner: IEnvoy) -> str:
@@ -108,15 +121,18 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
             if location in scanned:  # outside of a run, what the latest scan saw
                 return scanned[location] if self._preprocess is None else self._preprocess(owner, scanned[location])
         mediator = self._mediator(owner, location)
-        value = mediator.request(location) if self.iterate else mediator.request_once(location)
+        held = mediator.held_view(location, self._identity)
+        if held is not None:
+            return held
+        raw = value = mediator.request(location) if self.iterate else mediator.request_once(location)
         if self._preprocess is not None:
             try:
-                value = self._preprocess(owner, value)
+                value = self._preprocess(owner, raw)
             except AttributeError as error:  # Python would take it to mean that the owner has no such property
                 raise RuntimeError(f"`.{self.name}` could not be made of the value at `{location}`: {error}") from error
         if self._transform is not None:
             transform, view = self._transform, value
-            mediator.on_leave(lambda: transform(view))
+            mediator.on_leave(lambda: transform(owner, view, raw), self._identity, view)
         return value
 
     def __set__(self, owner: Any, value: Any) -> None:
@@ -149,6 +165,11 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
         if self._prepare is not None and not mediator.stands_at(location):
             self._prepare(owner)
         return mediator
+
+
+def _arity(function: Callable[..., Any]) -> int | None:
+    """Return the number of parameters of a Python function."""
+    return function.__code__.co_argcount if isinstance(function, types.FunctionType) else None
 
 
 def _run_of(owner: Any) -> Any:

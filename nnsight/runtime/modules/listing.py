@@ -207,8 +207,11 @@ class _Rewriter(ast.NodeTransformer):
 
 
 def _name_of(callee: ast.expr) -> str:
-    """Return the dotted names at the end of ``callee``, joined: ``self.c_attn(x).split`` is ``split``."""
+    """Return the dotted names at the end of ``callee``, joined: ``self.c_attn(x).split`` is ``split``; subscripts are left out."""
     start, parts = attributes_of(callee)
+    while isinstance(start, ast.Subscript):  # ``self.layers[i]`` is ``self_layers``
+        start, before = attributes_of(start.value)
+        parts = [*before, *parts]
     return "_".join([*([start.id] if isinstance(start, ast.Name) else ()), *parts]) or "call"
 
 

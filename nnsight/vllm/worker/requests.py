@@ -196,6 +196,7 @@ class RequestRun(Interleaver):
     def _start(self, mediator: Mediator) -> None:
         mediator.start(self)
         self.run_ready()
+        self.end_if_stopped()
 
     def wants(self, location: str) -> bool:
         """Whether the next occurrence of ``location`` has something to do."""

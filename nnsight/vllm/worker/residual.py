@@ -32,11 +32,15 @@ class _Residual(eproperty):
             return self
         location = self.location(owner)
         mediator = self._mediator(owner, location)
+        held = mediator.held_view(location, self.name)
+        if held is not None:
+            return held
         value = mediator.request(location)
         view = _sum_of(value, location)
         version = view._version
         if view is not value:
-            mediator.on_leave(lambda: _like(mediator._value, view) if view._version > version else mediator._value)
+            back = lambda: _like(mediator._value, view) if view._version > version else mediator._value  # noqa: E731
+            mediator.on_leave(back, self.name, view)
         return view
 
     def __set__(self, owner: Any, value: Any) -> None:

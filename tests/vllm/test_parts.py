@@ -137,6 +137,15 @@ def test_each_request_counts_its_own_occurrences() -> None:
     second.cancel()
 
 
+# -- operations of the graph ------------------------------------------------------------------------------------------
+
+
+def test_operations_keep_what_they_say_to_torch() -> None:
+    pair = [torch.randn(3, 4), torch.randn(3)]
+    torch.library.opcheck(torch.ops.nnsight.capture.default, (pair, torch.zeros(1), "(0, 1)", "model.layer.output"))
+    torch.library.opcheck(torch.ops.nnsight.handoff.default, (pair, "(0, 1)", "model.layer.output"))
+
+
 # -- edits as parameters ----------------------------------------------------------------------------------------------
 
 

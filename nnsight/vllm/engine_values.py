@@ -1,96 +1,82 @@
 """Values of an engine that belong to no module: the logits, and the sampled tokens.
 
-``model.logits`` is the place and the value. ``model.logits.output`` reads the value; so does everything that one does with a tensor:
-``model.logits[-1]``, ``model.logits.argmax(-1)``, ``torch.softmax(model.logits, -1)``. Both can be edited in place and assigned.
+``model.logits`` is the value, and the place. In a block it is a tensor, that of ``model.logits.output``. Both can be edited in place,
+and assigned.
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from ..runtime.interleaver import active_interleaver
+from ..runtime.iteration import running_mediator
 from ..runtime.modules.located import Located
 from ..runtime.modules.tree import ModuleTree
 
 
-class EngineValue(Located):
-    """A value of the engine at each of its steps, by the location ``path``."""
-
-    interleaver = None  # outside of a run it has no value, and asks for none
+class EnginePlace(Located):
+    """Where the engine has a value at each of its steps; the prefix ``path`` of its location."""
 
     def __init__(self, path: str, tree: ModuleTree) -> None:
-        self._path, self._tree = path, tree
-
-    @property
-    def path(self) -> str:
-        """The prefix of its location, ``<path>.output``."""
-        return self._path
-
-    def save(self) -> torch.Tensor:
-        """Save the value, and return it."""
-        value: Any = self.output
-        saved: torch.Tensor = value.save()
-        return saved
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function of torch with the values in the places of such objects."""
-        args, kwargs = pytree.tree_map(_value_of, (args, kwargs or {}))
-        return function(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.output, name)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.output[index] = _value_of(value)
+        self.path = self._path = path
+        self._tree = tree
 
     def __repr__(self) -> str:
-        return f"<{self._path}.output, a value of each step of the engine>"
+        return f"<{self.path}.output, a value of each step of the engine>"
 
 
-def _value_of(item: Any) -> Any:
-    return item.output if isinstance(item, EngineValue) else item
+class EngineTensor(torch.Tensor):
+    """A value of the engine as a block gets it: an ordinary tensor, but that ``.output`` is the tensor itself.
 
+    Results of calls on it are plain tensors, and so are copies of it.
+    """
 
-def _operation(function: Any) -> Any:
-    def call(self: EngineValue, *others: Any) -> Any:
-        return function(self.output, *map(_value_of, others))
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _place: EnginePlace
 
-    return call
+    @property
+    def output(self) -> Any:
+        """This tensor. What is assigned takes the place of the value, as with any location."""
+        return self
 
+    @output.setter
+    def output(self, value: Any) -> None:
+        self._place.output = value
 
-def _reflected(function: Any) -> Any:
-    def call(self: EngineValue, other: Any) -> Any:
-        return function(other, self.output)
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(self.as_subclass(torch.Tensor))
 
-    return call
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
-
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor", "lshift", "rshift")
-
-for _name in (*_BINARY, "eq", "ne", "lt", "le", "gt", "ge", "neg", "abs", "invert", "getitem", "index"):
-    setattr(EngineValue, f"__{_name}__", _operation(getattr(operator, f"__{_name}__")))
-for _name in _BINARY:
-    setattr(EngineValue, f"__r{_name}__", _reflected(getattr(operator, f"__{_name}__")))
-    setattr(EngineValue, f"__i{_name}__", _operation(getattr(operator, f"__i{_name}__")))
-for _name, _function in {"len": len, "iter": iter, "bool": bool, "int": int, "float": float}.items():
-    setattr(EngineValue, f"__{_name}__", _operation(_function))
-EngineValue.__hash__ = object.__hash__  # type: ignore[method-assign]  # lost with `__eq__`
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor).clone()
 
 
 class engine_value:  # noqa: N801 - a descriptor, like `property`
-    """A descriptor for an :class:`EngineValue` of a model; assigning replaces the value, as ``.output = ...`` does."""
+    """A descriptor for a value of the engine."""
 
     def __init__(self, name: str, doc: str) -> None:
         self._name, self.__doc__ = name, doc
 
     def __get__(self, owner: Any, owner_type: type | None = None) -> Any:
-        return self if owner is None else EngineValue(f"model.{self._name}", owner._tree)
+        if owner is None:
+            return self
+        place = EnginePlace(f"model.{self._name}", owner._tree)
+        run = active_interleaver()
+        if run is None or run.current is None:
+            return place
+        tensor: Any = place.output.as_subclass(EngineTensor)
+        tensor._place = place
+        return tensor
 
     def __set__(self, owner: Any, value: Any) -> None:
-        self.__get__(owner).output = _value_of(value)
+        place = EnginePlace(f"model.{self._name}", owner._tree)
+        now = running_mediator(f"`{place.path}`").request(f"{place.path}.output")
+        if isinstance(value, EngineTensor):
+            value = value.as_subclass(torch.Tensor)
+            if value.data_ptr() == now.data_ptr() and value.shape == now.shape:  # `model.logits += x` has edited it in place
+                return
+        place.output = value

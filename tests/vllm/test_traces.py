@@ -243,7 +243,9 @@ def test_logits_and_samples_can_be_written(model: VLLM, reference: LanguageModel
 def test_logits_and_samples_are_values(model: VLLM) -> None:
     with model.trace(PROMPTS[0], **GREEDY) as tracer:
         rows, doubled, likely = [].save(), [].save(), [].save()
+        kept = {"logits": []}.save()
         for _ in tracer.iter[:2]:
+            kept["logits"].append(model.logits)
             rows.append(model.logits[-1:, :].clone())
             doubled.append(2 * model.logits + model.logits)
             likely.append(torch.softmax(model.logits, dim=-1).sum().item() > 0.99 and model.logits.shape[0] == len(model.logits) == 1)
@@ -254,6 +256,8 @@ def test_logits_and_samples_are_values(model: VLLM) -> None:
             drawn = save(model.samples.item())
             model.samples = model.samples + 1
         result = tracer.result.save()
+    assert all(torch.equal(*pair) for pair in zip(kept["logits"], rows, strict=True)) and "EngineTensor" not in repr(kept)
+    assert type(copy.deepcopy(edited)) is type(pickle.loads(pickle.dumps(edited))) is type(edited + 1) is torch.Tensor
     assert likely == [True, True] and torch.equal(doubled[0], 3 * rows[0]) and not torch.equal(rows[0], rows[1])
     assert edited[0, 77] == 1e9 + 1 and drawn == 77 and tokens(result)[2] == 78
     with model.trace(PROMPTS[0], **GREEDY) as tracer:
@@ -261,8 +265,9 @@ def test_logits_and_samples_are_values(model: VLLM) -> None:
         model.samples = model.samples
         result = tracer.result.save()
     assert tokens(result)[0] == 5
+    assert repr(model.logits) == "<model.logits.output, a value of each step of the engine>"
     with pytest.raises(ValueError, match=r"model\.logits\.output"):
-        model.logits + 1
+        model.logits.output  # noqa: B018
 
 
 @readable

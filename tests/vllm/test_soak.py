@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import LanguageModel
+from nnsight import LanguageModel, Program
 from nnsight.runtime.mediator import Mediator
 from nnsight.vllm import VLLM
 from nnsight.vllm.asynchronous import Stream
@@ -35,7 +35,8 @@ WORKERS, ROWS = 24, 320
 PROMPTS = [[*range(40, 180), 7], [*range(40, 180), 8, 9], [300, 301, 302], list(range(200, 260))]
 #: Which layer is edited by which kind of request, and by which multiples of the vector.
 EDITED = {"plain": (2, [0.0]), "steered": (2, [1.0, -1.0, 2.0]), "samples": (2, [1.0, 3.0]), "handoff": (1, [1.0, -2.0])}
-KINDS = [*EDITED, "steered", "capturing", "capturing", "failing", "left", "cancelled", "refused"]
+EDITED |= {"program": (2, [1.0, -1.0]), "brought": (1, [1.0, -2.0])}
+KINDS = [*EDITED, "misused", "steered", "capturing", "capturing", "failing", "left", "cancelled", "refused"]
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "graph": {"edits": {"modules": ["model.layers.2"], "slots": 8}, "taps": ["model.layers.1"], "captures": ["model.layers.3"]},
@@ -58,6 +59,7 @@ class Soak:
         self.random = random.Random(seed)
         self.vector = vector
         self.done: collections.Counter[str] = collections.Counter()
+        self.programs = {layer: pushing(reference, layer, vector) for layer in (1, 2)}
         self.expected = {
             (layer, coefficient, number): generated(reference, prompt, {layer: adding(coefficient * vector)})
             for layer, coefficients in EDITED.values()
@@ -79,10 +81,14 @@ class Soak:
             await getattr(self, f"_{kind}")(number, PROMPTS[number])
             self.done[kind] += 1
 
-    def _edit_of(self, kind: str, number: int) -> tuple[torch.Tensor, list[int]]:
+    def _choice_of(self, kind: str, number: int) -> tuple[float, list[int]]:
         layer, coefficients = EDITED[kind]
         coefficient = self.random.choice(coefficients)
-        return coefficient * self.vector, self.expected[layer, coefficient, number]
+        return coefficient, self.expected[layer, coefficient, number]
+
+    def _edit_of(self, kind: str, number: int) -> tuple[torch.Tensor, list[int]]:
+        coefficient, expected = self._choice_of(kind, number)
+        return coefficient * self.vector, expected
 
     async def _plain(self, number: int, prompt: list[int]) -> None:
         assert tokens(await self.model(prompt, **GREEDY)) == self.expected[2, 0.0, number]
@@ -109,6 +115,28 @@ class Soak:
             for _ in tracer.iter[:6]:
                 model.model.layers[1].residual += added
         assert tokens(await tracer.backend()) == expected
+
+    async def _program(self, number: int, prompt: list[int]) -> None:
+        """A program in the graph, or, in an engine without one, of the request."""
+        model = self.model
+        alpha, expected = self._choice_of("program", number)
+        with model.trace(prompt, **GREEDY) as tracer:
+            model.steer("push" if model._programs else self.programs[2], alpha=alpha)
+        assert tokens(await tracer.backend()) == expected
+
+    async def _brought(self, number: int, prompt: list[int]) -> None:
+        model = self.model
+        alpha, expected = self._choice_of("brought", number)
+        with model.trace(prompt, **GREEDY) as tracer:
+            model.steer(self.programs[1], alpha=alpha)
+        assert tokens(await tracer.backend()) == expected
+
+    async def _misused(self, number: int, prompt: list[int]) -> None:
+        model = self.model
+        with model.trace(prompt, **GREEDY) as tracer:
+            model.steer(self.programs[1], beta=1.0)
+        with pytest.raises(ValueError, match="has no parameter 'beta'"):
+            await tracer.backend()
 
     async def _capturing(self, number: int, prompt: list[int]) -> None:
         model = self.model
@@ -161,6 +189,14 @@ class Soak:
             await tracer.backend()
 
 
+def pushing(reference: LanguageModel, layer: int, vector: torch.Tensor) -> Program:
+    """Return a program that adds the vector after a layer, times its parameter."""
+    alpha = 1.0
+    with reference.trace("A", remote="program") as tracer:
+        reference.model.layers[layer].output[:] += alpha * vector
+    return tracer.program
+
+
 def left_of(model: VLLM) -> dict[str, int]:
     """Return what engine and process have left of requests that have ended."""
     gc.collect()
@@ -193,7 +229,8 @@ def test_two_thousand_requests_leave_nothing(
     folder: Path, reference: LanguageModel, vector: torch.Tensor, layout: str, rounds: int
 ) -> None:
     options = {**OPTIONS, "kv_cache_memory_bytes": 8 << 20, "max_num_batched_tokens": ROWS, "max_num_seqs": 16}
-    model = VLLM(folder, **options, **LAYOUTS[layout], mode="async", dispatch=True)
+    programs = {"push": pushing(reference, 2, vector)} if layout == "graph" else None
+    model = VLLM(folder, **options, **LAYOUTS[layout], programs=programs, mode="async", dispatch=True)
     for rows in range(1, ROWS + 1):  # kernels on CPUs are made and kept for each number of rows
         model._engine._runner._dummy_run(rows)
     soak = Soak(model, reference, vector)

@@ -152,8 +152,9 @@ def test_blocks_have_known_languages_and_links_lead_somewhere() -> None:
 @pytest.mark.parametrize("path", RUNNING, ids=map(name_of, DOCUMENTS))
 def test_code_runs_and_prints_what_is_said(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where documents write files
-    script = tmp_path / f"{path.stem}_page.py"  # in processes that it starts, `vllm.py` would be imported as `vllm`
-    run_document(path.read_text(encoding="utf-8"), script, COSTLY.get(path.name))
+    folder = tmp_path / "scripts"  # in the working directory, processes that a document starts would import `vllm.py` as `vllm`
+    folder.mkdir()
+    run_document(path.read_text(encoding="utf-8"), folder / f"{path.stem}.py", COSTLY.get(path.name))
 
 
 @pytest.mark.slow
@@ -161,7 +162,7 @@ def test_code_runs_and_prints_what_is_said(path: Path, tmp_path: Path, monkeypat
 @pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.stem in COMPILING], ids=name_of)
 def test_code_runs_with_the_backends_it_names(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    run_document(path.read_text(encoding="utf-8"), tmp_path / f"{path.stem}_page.py")
+    run_document(path.read_text(encoding="utf-8"), tmp_path / f"{path.stem}.py")
 
 
 @pytest.mark.slow

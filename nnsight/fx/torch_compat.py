@@ -18,6 +18,7 @@ import torch
 from torch._C._dynamo import eval_frame as frame_evaluation
 from torch._dynamo import config as dynamo_config
 from torch._dynamo import convert_frame, eval_frame, exc, guards, symbolic_convert, variables
+from torch._dynamo.decorators import mark_static_address
 from torch._dynamo.eval_frame import skip_code
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource, ConstantSource, DictGetItemSource, LocalSource

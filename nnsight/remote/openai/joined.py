@@ -25,6 +25,8 @@ import torch
 from transformers import cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
+from ...fx.torch_compat import mark_static_address
+
 #: Fewest slots.
 LEAST = 64
 
@@ -119,7 +121,7 @@ class JoinedCache:
             found = (old if dim is None else old.narrow(dim, start - kept, kept))[taken]
             new = old.zero_() if list(old.shape) == size else old.new_zeros(size)  # the address stays if it can
             (new if dim is None else new.narrow(dim, end - kept, kept))[: len(taken)] = found
-            torch._dynamo.mark_static_address(new)
+            mark_static_address(new)
             return new
 
         for holder, name, has_slots in _tensors(self.cache.layers):

@@ -65,9 +65,13 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
         else:
             baked.register_buffer(names[name], tensor.detach())
     state: dict[str, Any] = {}
+    try:
+        found = list(segments(job))
+    except InvalidProgramError as error:
+        raise InvalidProgramError(f"These edits cannot be baked: {error}") from error
     _give_own_class(baked)
     baked.register_forward_pre_hook(lambda *_: state.clear())
-    for segment in segments(job):
+    for segment in found:
         hook(baked, state, segment, compiled_segment(job, segment, names))
     baked.register_forward_hook(lambda *_: state.clear())
     return baked
@@ -80,7 +84,11 @@ def _free_name(module: torch.nn.Module, first: str) -> str:
 
 
 def segments(job: Job) -> Iterator[Segment]:
-    """Yield the segments of each block in order."""
+    """Yield the segments of each block in order.
+
+    Raises:
+        InvalidProgramError: With the line of a node that cannot be in a segment, and the reason.
+    """
     for block in range(job.runs[0]["blocks"]):
         waiting: list[tuple[int, Node]] = []  # nodes before the first location
         segment: Segment | None = None
@@ -89,12 +97,12 @@ def segments(job: Job) -> Iterator[Segment]:
                 continue
             why = _REFUSED.get(node["do"])
             if why is not None:
-                raise InvalidProgramError(f"These edits cannot be baked: line {node.get('line', '?')} has {why}.")
+                raise InvalidProgramError(f"line {node.get('line', '?')} has {why}.")
             if "site" in node and (segment is None or node["site"] != segment.site):
                 if node["at"] or "inside" in node or ".source." in node["site"] or node["site"] == "result":
                     raise InvalidProgramError(
-                        f"These edits cannot be baked: line {node.get('line', '?')} is at `{node['site']}.i{node['at']}`, and only the "
-                        "first input and output of modules in each call of the model can have hooks."
+                        f"line {node.get('line', '?')} is at `{node['site']}.i{node['at']}`, and only the first input and output of "
+                        "modules in each call of the model can be used."
                     )
                 if segment is not None:
                     yield segment

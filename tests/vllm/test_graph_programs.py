@@ -157,6 +157,10 @@ def test_programs_that_cannot_be_in_a_graph(reference: LanguageModel) -> None:
     def nothing() -> None:
         layers[1].output.save()
 
+    def viewed() -> None:
+        hidden = layers[1].output
+        layers[1].output = hidden.view(*hidden.shape[:-1], 4, -1).flip(-2).flatten(-2)
+
     def skipped() -> None:
         layers[1].skip(layers[1].input)
 
@@ -167,6 +171,7 @@ def test_programs_that_cannot_be_in_a_graph(reference: LanguageModel) -> None:
     refused(program_of(weighed), "a weight of the model")
     refused(program_of(given), r"is at `model.model.layers.1.input`, and only outputs")
     refused(program_of(nothing), "it edits nothing")
+    refused(program_of(viewed), r"looks at the number of prompts or of positions\. `hidden\.unflatten")
     refused(program_of(skipped), "only outputs|a skip")
     refused((recorded(reference, "push"), ["gamma"]), r"has no input 'gamma'.*The inputs are: alpha, direction", TypeError)
     refused("not there.safetensors", "No such file", FileNotFoundError)

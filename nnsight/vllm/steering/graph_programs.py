@@ -36,6 +36,7 @@ _OF_THE_MODEL = {"weight": "a weight of the model", "apply": "a call of a module
 #: Rows with which a program is traced, and tried.
 _ROWS = 7
 
+
 @dataclass(frozen=True, eq=False)
 class GraphProgram:
     """A program for the graph of an engine.
@@ -256,7 +257,10 @@ def _segments(job: Job) -> Sequence[Segment]:
             if why is not None:
                 raise InvalidProgramError(f"line {line} has {why}, which the engine has in another form. Use taps, and a block.")
             if node["do"] == "size" and node["dim"] in (0, 1):
-                raise InvalidProgramError(f"line {line} looks at the number of prompts or of positions.")
+                raise InvalidProgramError(
+                    f"line {line} looks at the number of prompts or of positions. `hidden.unflatten(-1, (heads, size))` and `flatten(-2)` "
+                    "need neither."
+                )
     return found
 
 

@@ -128,7 +128,7 @@ def tapped_modules(model: torch.nn.Module, taps: Iterable[str]) -> dict[str, tor
         named = {path for path in modules if path.count(".") == tap.count(".") and fnmatch.fnmatchcase(path, tap)}
         if not named:
             children = ", ".join(path for path in modules if path and path.count(".") <= 1)
-            raise ValueError(f"taps, captures and edits: the model has no module {tap!r}. Paths begin with one of: {children}.")
+            raise ValueError(f"taps, captures, edits and programs: the model has no module {tap!r}. Paths begin with one of: {children}.")
         found |= {path: module for path, module in modules.items() if path in named}
     return found
 

@@ -25,7 +25,7 @@ from .steering.entries import ENTRY, Entries, Lease
 from .steering.graph_functions import EditFunction, register
 from .steering.graph_programs import GraphProgram
 from .steering.tables import Steering, salt_of
-from .worker.engine_taps import HANDOFF, Layout, ProgramsAtStops
+from .worker.engine_taps import HANDOFF, Layout, Stops
 from .worker.requests import RequestLimits
 from .worker.runner import SPECULATIVE, choose_runner
 
@@ -84,7 +84,7 @@ class VLLMEngine:
         weakref.finalize(self, groups.shut_down, client.engine_core)
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._numbers = itertools.count()
-        self._stopping = ProgramsAtStops(self._runner, self.llm.llm_engine.model_config)
+        self._stopping = Stops(self._runner, self.llm.llm_engine.model_config, self._functions)
         self._lock = threading.RLock()
         self._running = False
         self.pending: dict[str, Request] = {}  # the requests in the engine, by their names there
@@ -160,7 +160,7 @@ class VLLMEngine:
             self._detach(request)
             raise
         self.pending[name] = request
-        if run.touches_model or run.steered_here or run.programs:
+        if run.touches_model or run.uses:
             self._runner.bookkeeping.add(request.internal, run)
 
     def _leased(self, steering: Mapping[str, Steering]) -> Lease:

@@ -16,6 +16,7 @@ from .. import ROOT
 if TYPE_CHECKING:
     from nnsight import LanguageModel
     from nnsight.vllm import VLLM
+    from nnsight.vllm.steering.graph_parts import GraphPart
 
 HIDDEN, LAYERS = 128, 4
 
@@ -43,6 +44,12 @@ def plain(model: VLLM, prompts: list[Any], **sampling: Any) -> list[list[int]]:
 
     outputs = model.engine.generate(prompts, SamplingParams(**{**GREEDY, **sampling}), use_tqdm=False)
     return [tokens(output) for output in outputs]
+
+
+def computed(part: GraphPart, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return what a part of a graph makes of hidden states that all belong to one request with these parameters."""
+    [new] = part(hidden, *(parameters[name].expand(len(hidden), *parameters[name].shape) for name in part.parameters))
+    return new
 
 
 # -- the same by plain hooks on the transformers model ------------------------------------------------------------------

@@ -13,7 +13,7 @@ from nnsight import LanguageModel
 from nnsight.vllm import VLLM
 from nnsight.vllm.steering.graph_functions import EditFunction
 
-from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, generated, tokens
+from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, computed, generated, tokens
 
 FEATURES = 32
 ENCODER = torch.randn(HIDDEN, FEATURES, generator=torch.Generator().manual_seed(3)) / 4
@@ -63,19 +63,21 @@ class Scaled(torch.nn.Module):
 @pytest.mark.parametrize("function", [*FUNCTIONS.values(), Scaled(), torch.relu, lambda hidden: hidden @ torch.eye(HIDDEN)])
 def test_a_trace_does_what_the_function_does(function: Callable[..., Any]) -> None:
     traced = EditFunction.of("mine", function, HIDDEN, torch.float32)
+    part = traced.part(torch.float32)
     for rows in (1, 2, 9):
         hidden = torch.randn(rows, HIDDEN)
         before = hidden.clone()
-        torch.testing.assert_close(traced(hidden, traced.parameters({})), function(before.clone()))
+        torch.testing.assert_close(computed(part, hidden, traced.parameters({})), function(before.clone()))
         assert torch.equal(hidden, before)
 
 
 def test_parameters_are_those_of_the_request() -> None:
     traced = EditFunction.of("mine", autoencoder, HIDDEN, torch.float32)
+    part = traced.part(torch.float32)
     hidden = torch.randn(3, HIDDEN)
     given = traced.parameters({"features": features(1, 5), "gain": 3})
-    torch.testing.assert_close(traced(hidden, given), autoencoder(hidden, features=features(1, 5), gain=3.0))
-    everything = traced(hidden, traced.parameters({"features": 1.0}))
+    torch.testing.assert_close(computed(part, hidden, given), autoencoder(hidden, features=features(1, 5), gain=3.0))
+    everything = computed(part, hidden, traced.parameters({"features": 1.0}))
     torch.testing.assert_close(everything, autoencoder(hidden, features=torch.ones(FEATURES)))
     for wrong, error, message in [
         ({"feature": 1.0}, ValueError, "no parameter 'feature'. Its parameters: features, gain"),

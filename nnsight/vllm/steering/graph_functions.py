@@ -105,12 +105,6 @@ class EditFunction:
         }
         return {**self.defaults, **asked}
 
-    def __call__(self, hidden: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the new hidden state for the ``parameters`` of one request; all rows of ``hidden`` belong to it."""
-        values = [parameters[name].to(hidden).expand(len(hidden), *parameters[name].shape) for name in self.defaults]
-        found: torch.Tensor = self.graph(hidden, *values, *(constant.to(hidden.device) for constant in self.constants))
-        return found
-
 
 #: Functions and programs of the engines of this process, by digest. vLLM's configuration, which is plain data, has the digests.
 _known: WeakValueDictionary[str, Any] = WeakValueDictionary()

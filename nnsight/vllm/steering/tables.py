@@ -22,7 +22,7 @@ import torch
 
 from ...steering.choices import Choice, orthonormal
 from ...steering.registry import Vectors
-from .graph_functions import EditFunction, finite, fitted
+from .graph_functions import finite, fitted
 from .graph_parts import GraphPart
 
 #: The name of this part of the graph, which no function or program has.
@@ -88,15 +88,6 @@ class Steering:
         asks = self.rank or self.gain.any() or self.add.any()
         tables = {"add": self.add, "gain": self.gain, "down": self.down, "up": self.up}
         return {**({TABLES: tables} if asks else {}), **self.functions}
-
-    def difference(self, hidden: torch.Tensor, functions: Mapping[str, EditFunction]) -> torch.Tensor:
-        """Return what is to be added to ``hidden``, ``[tokens, hidden]``; ``functions`` are those of the engine."""
-        add, gain, down, up = (table.to(hidden) for table in (self.add, self.gain, self.down, self.up))
-        difference = hidden * gain + add + (hidden @ down.T) @ up
-        for name, function in functions.items():
-            if name in self.functions:
-                difference = function(hidden + difference, self.functions[name]) - hidden
-        return difference
 
     def plus(self, other: Steering) -> Steering:
         """Return this and then ``other``, both at one layer; raise ``ValueError`` if they cannot be one edit."""

@@ -18,14 +18,14 @@ from __future__ import annotations
 import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import active_interleaver
-from ..steering.graph_functions import registered
+from ..steering.graph_functions import EditFunction, registered
 from ..steering.graph_parts import add_part, edited, is_layer
 from ..steering.graph_programs import GraphProgram, module_of
 from ..steering.tables import RowSlots, tables_part
@@ -186,24 +186,33 @@ def width_of(path: str, module: Any, hidden: int) -> int:
 _MOST_PROGRAMS = 64
 
 
-class ProgramsAtStops:
-    """The programs that requests bring along to an engine with this model runner and configuration, traced for its stops."""
+class Stops:
+    """Edits and programs of requests for an engine with this model runner, configuration and functions; see :class:`.requests.Stopping`."""
 
-    def __init__(self, runner: Any, config: Any) -> None:
-        self._runner, self._config = runner, config
-        self._known: dict[str, StopProgram] = {}  # by digest, least recently used first
+    def __init__(self, runner: Any, config: Any, functions: Mapping[str, EditFunction]) -> None:
+        self._runner, self._config, self._functions = runner, config, functions
+        self._programs: dict[str, StopProgram] = {}  # by digest, least recently used first
+        self._edits: dict[tuple[str, str, int], StopProgram] = {}
 
-    def __call__(self, program: GraphProgram) -> StopProgram:
-        """Return a program for the stops; raise ``ValueError`` if it cannot run there."""
-        known = self._known.pop(program.digest, None)
+    def of_program(self, program: GraphProgram) -> StopProgram:
+        known = self._programs.pop(program.digest, None)
         if known is None:
             modules, hidden = tapped_modules(self._runner.get_model(), program.modules), self._config.get_hidden_size()
             widths = {f"model.{path}.output": width_of(path, modules[path], hidden) for path in program.modules}
-            known = StopProgram(program, program.parts(widths, self._config.dtype, self._runner.device))
-        self._known[program.digest] = known
-        if len(self._known) > _MOST_PROGRAMS:
-            del self._known[next(iter(self._known))]
+            known = StopProgram(program.parts(widths, self._config.dtype, self._runner.device), program.digest)
+        self._programs[program.digest] = known
+        if len(self._programs) > _MOST_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
         return known
+
+    def of_edit(self, location: str, name: str, rank: int) -> StopProgram:
+        key = (location, name, rank)
+        if key not in self._edits:
+            dtype, device = self._config.dtype, self._runner.device
+            part = self._functions[name].part(dtype) if name else tables_part(rank, self._config.get_hidden_size(), dtype)
+            held = replace(part, constants=[constant.to(device) for constant in part.constants])
+            self._edits[key] = StopProgram({location: held})
+        return self._edits[key]
 
 
 @functools.cache

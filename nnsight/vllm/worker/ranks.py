@@ -221,7 +221,7 @@ class _LeaderStep(EngineStep):
         """Return the locations at which all stop next, and the functions whose operations are among them."""
         self.waited.clear()
         for part in self.parts:
-            self.waited.update(part.run.waited, part.run.steered_here, part.run.stops)
+            self.waited.update(part.run.waited, part.run.stops)
         return self.waited, self._tree.sources
 
     def meet(self, location: str, value: Any) -> Any:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import Any, Protocol
 
 from ...compat import Interleaver
 from ...runtime.errors import EarlyStopException, OutOfOrderError
@@ -22,7 +20,7 @@ from ...runtime.interleaver import active_run
 from ...runtime.mediator import Mediator
 from ..steering.graph_functions import EditFunction
 from ..steering.graph_programs import GraphProgram
-from ..steering.tables import Steering, salt_of
+from ..steering.tables import TABLES, Steering, salt_of
 from .request_rows import RequestReplacements, RequestRows, RowView, place_of, read_only
 from .step_programs import ProgramUse, StopProgram
 
@@ -42,7 +40,17 @@ class RequestLimits:
     drafts: bool = False  # whether steps have drafts of tokens, some of which are thrown away again
     functions: Mapping[str, EditFunction] = field(default_factory=dict)  # in the graph, by name
     programs: Mapping[str, GraphProgram] = field(default_factory=dict)  # likewise
-    stopping: Callable[[GraphProgram], StopProgram] | None = None  # traces a program of a request
+    stopping: Stopping | None = None  # makes edits and programs of requests for the places where it stops
+
+
+class Stopping(Protocol):
+    """Makes edits and programs of requests for the places where an engine stops; equal ones are one object."""
+
+    def of_program(self, program: GraphProgram) -> StopProgram:
+        """Return a program, traced; raise ``ValueError`` if it cannot run there."""
+
+    def of_edit(self, location: str, name: str, rank: int) -> StopProgram:
+        """Return the edit by tables, or by the function with this name, of the hidden state at ``location``."""
 
 
 class _NoSkips(dict[str, Any]):
@@ -80,9 +88,7 @@ class RequestRun(Interleaver):
         self.kept: dict[str, list[Any]] = {}  # captured values of a prompt of which only a part has run, by location
         self.visited: dict[str, None] = {}  # locations at which a block was served, in order
         self.steering: dict[str, Steering] = {}  # edits of the hidden state at every token, by location
-        self.steered_here = self.steering if limits.steered is None else {}  # those for which the engine stops
-        self.programs: list[ProgramUse] = []  # of its own, which run where the engine stops
-        self.stops: set[str] = set()  # where that is
+        self.programs: list[ProgramUse] = []  # that are not in the graph
         self.skips = _NoSkips()
         self.call_together: Callable[..., Any] | None = None  # calls a module on all devices, where they listen
         self.check_replacement = RequestReplacements(limits.captured)
@@ -162,15 +168,32 @@ class RequestRun(Interleaver):
                     "with the program in the graph, `programs={...}`."
                 )
         assert self.limits.stopping is not None
-        self.programs.append(ProgramUse(self.limits.stopping(program), asked, start))
-        self.stops.update(self.programs[-1].stops.parts)
+        self.programs.append(ProgramUse(self.limits.stopping.of_program(program), asked, start))
+
+    @functools.cached_property
+    def uses(self) -> list[ProgramUse]:
+        """What the engine stops for: edits, if they are not in its graph, and programs. To be asked once the request has begun."""
+        stopping, uses = self.limits.stopping, list[ProgramUse]()
+        for location, steering in self.steering.items():
+            if stopping is None or self.limits.steered is not None:
+                break
+            parts = steering.parts
+            for name in (TABLES, *self.limits.functions):  # in the order in which they are in a graph
+                if name in parts:
+                    uses.append(ProgramUse(stopping.of_edit(location, name, steering.rank), parts[name], steering.start))
+        return [*uses, *self.programs]
+
+    @functools.cached_property
+    def stops(self) -> frozenset[str]:
+        """Where the engine stops for them."""
+        return frozenset(location for use in self.uses for location in use.program.parts)
 
     @property
     def salt(self) -> str:
         """The salt of cached prefixes: equal for requests that are edited alike, and for no others; empty for one without edits."""
         edits = dict(self.steering)
         for number, use in enumerate(self.programs):
-            asked = {use.stops.program.digest: use.parameters}
+            asked = {use.program.digest: use.parameters}
             edits[f"program {number}"] = Steering.of(self.limits.hidden, None, None, None, use.start, asked)
         return salt_of(edits) if edits else ""
 
@@ -202,15 +225,13 @@ class RequestRun(Interleaver):
         """Whether the next occurrence of ``location`` has something to do."""
         if self.error is not None:
             return False
-        return location in self.steered_here or location in self.stops or self.is_waited(location)
+        return location in self.stops or self.is_waited(location)
 
     def meet(self, location: str, value: Any, rows: RequestRows) -> Any:
         """Let the blocks that wait at ``location`` work on their rows of ``value``; return it with their changes.
 
         A step calls this in :func:`~.request_rows.ordinary`.
         """
-        if location in self.steered_here:
-            value = self._steered(location, value, rows)
         if not self.is_waited(location):
             self.counts[location] = self.counts.get(location, 0) + 1
             return value
@@ -228,17 +249,6 @@ class RequestRun(Interleaver):
     def keep(self, location: str, value: Any, rows: RequestRows) -> None:
         """Keep the request's rows of a captured value until the rest of its prompt has run; ``None`` if it was not available."""
         self.kept.setdefault(location, []).append(None if value is None else RowView(rows, location, value).value)
-
-    def _steered(self, location: str, value: Any, rows: RequestRows) -> Any:
-        """Return a layer's output with the request's rows steered."""
-        steering = self.steering[location]
-        pair = not isinstance(value, torch.Tensor)
-        first = (value[0] if pair else value).clone()
-        skipped = min(max(steering.start - self.position, 0), rows.size)
-        mine = rows.of(first)[skipped:]
-        hidden = mine if not pair or value[1] is None else mine + rows.of(value[1])[skipped:]
-        mine += steering.difference(hidden, self.limits.functions)
-        return (first, *value[1:]) if pair else first
 
     def conclude(self, result: Any) -> None:
         """Offer the result, and end the blocks."""

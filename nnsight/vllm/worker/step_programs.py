@@ -1,20 +1,21 @@
-"""Programs that requests bring along, run where the engine stops: one call for all requests with the same program.
+"""Edits and programs of requests, run where the engine stops: one call for all requests that ask for the same.
 
-At a stop, the rows of the requests with a program are gathered, its part is called on them, and the new hidden states are written back. The
-parameters of a request are rows of tables, which hold as long as the batch is the same. Values for later stops wait with the step. No
-Python of a block runs.
+At a stop, the rows of the requests that ask for a part are gathered, the part is called on them, and the new hidden states are written
+back. The parameters of a request are rows of tables, which hold as long as the batch is the same. Values for later stops wait with the
+step. No Python of a block runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..steering.graph_parts import GraphPart, is_layer
-from ..steering.graph_programs import GraphProgram, module_of
+from ..steering.graph_programs import module_of
 
 if TYPE_CHECKING:
     from .steps import Part
@@ -22,26 +23,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StopProgram:
-    """A program of requests, with its parts by location."""
+    """A program, or an edit at one location, with its parts by location; ``digest`` is that of a program."""
 
-    program: GraphProgram
-    parts: dict[str, GraphPart]
+    parts: Mapping[str, GraphPart]
+    digest: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class ProgramUse:
     """A program that a request runs, with its parameters, from position ``start`` on."""
 
-    stops: StopProgram
-    parameters: dict[str, torch.Tensor]
+    program: StopProgram
+    parameters: Mapping[str, torch.Tensor]
     start: int
 
 
 class _Group:
     """The requests of a step that run one program: their rows and parameters, and the values for later stops."""
 
-    def __init__(self, stops: StopProgram) -> None:
-        self.stops = stops
+    def __init__(self, program: StopProgram) -> None:
+        self.program = program
         self.members: list[tuple[Part, ProgramUse]] = []
         self._spans: list[tuple[int, int]] | None = None
         self._rows: torch.Tensor | None = None
@@ -64,7 +65,7 @@ class _Group:
         rows = torch.cat([torch.arange(start, start + size) for start, size in self._spans])
         counts = torch.tensor([size for _, size in self._spans])
         self._parameters = {}
-        for part in self.stops.parts.values():
+        for part in self.program.parts.values():
             for name, default in part.defaults.items():
                 values = torch.stack([use.parameters[name] for _, use in self.members]).to(device, default.dtype)
                 self._parameters[name] = values.repeat_interleave(counts.to(device), 0)
@@ -73,7 +74,7 @@ class _Group:
 
     def run(self, location: str, hidden: torch.Tensor) -> torch.Tensor | None:
         """Return the new hidden states of its rows, which are ``hidden``; ``None`` if it has none in this step."""
-        part = self.stops.parts[location]
+        part = self.program.parts[location]
         if not len(hidden):
             return None
         new, *kept = part(hidden, *(self._parameters[name] for name in part.parameters), *(self._kept[name] for name in part.takes))
@@ -91,10 +92,13 @@ class StepPrograms:
     def __init__(self, parts: Iterable[Part]) -> None:
         groups: dict[tuple[int, StopProgram], _Group] = {}
         for part in parts:
-            for number, use in enumerate(part.run.programs):  # the same number: requests may have programs in different orders
-                groups.setdefault((number, use.stops), _Group(use.stops)).members.append((part, use))
+            before: Counter[str] = Counter()
+            for use in part.run.uses:  # requests may have programs in different orders, so they also have to be of the same rank
+                number = max(before[location] for location in use.program.parts)
+                before |= Counter(dict.fromkeys(use.program.parts, number + 1))
+                groups.setdefault((number, use.program), _Group(use.program)).members.append((part, use))
         self._groups = [groups[key] for key in sorted(groups, key=lambda key: key[0])]
-        self.locations = frozenset(location for group in self._groups for location in group.stops.parts)
+        self.locations = frozenset(location for group in self._groups for location in group.program.parts)
         self.begin()
 
     def begin(self) -> None:
@@ -108,17 +112,18 @@ class StepPrograms:
         first = (value[0] if pair else value).clone()
         residual = value[1] if pair and is_layer(module_of(location)) else None
         for group in self._groups:
-            if location not in group.stops.parts:
+            if location not in group.program.parts:
                 continue
             rows = group.rows(first.device)
             mine = first[rows]
             beside = None if residual is None else residual[rows]
+            hidden = mine if beside is None else mine + beside
             try:
-                new = group.run(location, mine if beside is None else mine + beside)
+                new = group.run(location, hidden)
             except Exception as error:
                 for part, _ in group.members:
                     part.run.fail(error)
                 continue
             if new is not None:
-                first[rows] = new if beside is None else new - beside
+                first[rows] = new if beside is None else mine + (new - hidden)
         return (first, *value[1:]) if pair else first

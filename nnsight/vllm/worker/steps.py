@@ -37,7 +37,7 @@ class EngineStep:
         #: Parts of requests whose other tokens come in later steps. Followers have none; the leader tells them whether there are any.
         self.kept = [part for part in given if not part.ends]
         self.keeps = bool(self.kept)
-        self.programs = StepPrograms(part for part in given if part.run.programs)
+        self.programs = StepPrograms(part for part in given if part.run.uses)
         self.counts = _Counts(self.parts)
         self.waited: Any = _Waited(self.parts)
         self.offer = type(self).meet
@@ -105,7 +105,7 @@ class _Waited:
 
     def __init__(self, parts: list[Part]) -> None:
         self._waited: list[Any] = [part.run.waited for part in parts]
-        self._waited += [found for part in parts for found in (part.run.steered_here, part.run.stops) if found]
+        self._waited += [part.run.stops for part in parts if part.run.stops]
 
     def __contains__(self, location: object) -> bool:
         for waited in self._waited:  # noqa: SIM110 - asked at every module, and a generator takes twice as long

@@ -93,7 +93,8 @@ class StepPrograms:
         groups: dict[tuple[int, StopProgram], _Group] = {}
         for part in parts:
             before: Counter[str] = Counter()
-            for use in part.run.uses:  # requests may have programs in different orders, so they also have to be of the same rank
+            for use in part.run.uses:
+                # How many come before it at its locations: requests may have the same programs in different orders.
                 number = max(before[location] for location in use.program.parts)
                 before |= Counter(dict.fromkeys(use.program.parts, number + 1))
                 groups.setdefault((number, use.program), _Group(use.program)).members.append((part, use))

@@ -163,6 +163,7 @@ def test_parameters_of_edits_that_are_no_program_are_refused() -> None:
         steered.params["alpha"] = 3.0
 
 
+@pytest.mark.slow
 def test_an_edit_that_looks_at_sizes_is_recorded_for_each(model: Any) -> None:
     with model.edit() as sized:
         hidden = model.transformer.h[1].output

@@ -169,12 +169,16 @@ MODELS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+#: Those with different kinds of caches and positions; the others are with the slow tests.
+USUAL = ("gpt2", "llama", "mistral", "gemma3", "bloom", "lfm2")
+
+
 def made(name: str) -> Any:
     torch.manual_seed(1)
     return transformers.AutoModelForCausalLM.from_config(MODELS[name]()).eval()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def test_answers_that_join_and_leave_are_those_of_generate(name: str) -> None:
     module = made(name)
     for seed in range(2):

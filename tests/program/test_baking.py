@@ -102,6 +102,7 @@ def test_it_compiles_as_one_graph(steered: Any, baked: nn.Module) -> None:
         baked.edit_alpha.fill_(2.0)
 
 
+@pytest.mark.slow
 def test_it_is_not_taken_for_another_module_that_was_compiled(model: Any, steered: Any) -> None:
     torch._dynamo.reset()
     given = ids(1, 5)

@@ -216,6 +216,7 @@ def passing_on(model: Any, x: torch.Tensor, **options: Any) -> dict[str, Any]:
     return {"kept": kept, "before": before, "after": after, "out": out, **entries}
 
 
+@pytest.mark.slow
 def test_a_cache_of_a_compiled_model_is_read_when_the_model_has_returned_it(model: Any) -> None:
     compiled = nnsight.LanguageModel(model._module, model.tokenizer, compile={"backend": "aot_eager"})
     with compiled.trace("Hello", program=True) as tracer:

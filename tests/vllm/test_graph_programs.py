@@ -85,6 +85,7 @@ def parts_of(program: GraphProgram, dtype: torch.dtype = torch.float32) -> dict[
     return program.parts(widths, dtype, torch.device("cpu"))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="the torch of vLLM 0.32; vmap of 2.11 traces no matrix product of unknown size")
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_do_what_hooks_do(reference: LanguageModel, name: str) -> None:
     """For any number of rows, each with parameters of its own."""

@@ -174,9 +174,12 @@ def test_programs_that_cannot_be_in_a_graph(reference: LanguageModel) -> None:
     refused(program_of(nothing), "it edits nothing")
     refused(program_of(viewed), r"looks at the number of prompts or of positions\. `hidden\.unflatten")
     refused(program_of(skipped), "only outputs|a skip")
-    refused((recorded(reference, "push"), ["gamma"]), r"has no input 'gamma'.*The inputs are: alpha, direction", TypeError)
+    refused((recorded(reference, "push"), ["gamma"]), r"has no parameter 'gamma': the inputs are: alpha, direction", TypeError)
+    refused((recorded(reference, "push"), ["scale"]), r"no parameter 'scale': steer\(\) has an argument of this name", TypeError)
     refused("not there.safetensors", "No such file", FileNotFoundError)
     refused(last, "programs= is a dict of programs", TypeError)
+    with pytest.raises(ValueError, match="'a-b' is no name for a program"):
+        GraphProgram.of("a-b", recorded(reference, "push"))
     limit = 2.0
 
     def limited() -> None:
@@ -219,24 +222,32 @@ def test_requests_are_steered_as_by_hooks(model: VLLM, reference: LanguageModel,
     assert tokens(model(PROMPTS[0], **GREEDY)) == generated(reference, result.prompt_token_ids)
 
 
-@pytest.mark.vllm
-def test_a_mixed_batch_of_programs(model: VLLM, reference: LanguageModel) -> None:
-    """Thirty-two requests of random lengths in random order, with random programs, parameters and first positions, and without."""
-    draw = random.Random(0)
+def check_mixed_batch(model: VLLM, reference: LanguageModel, seed: int, count: int, asked: Callable[[str], Any]) -> dict[bool, str]:
+    """Send requests of random lengths, with random programs and parameters, and without, in one batch; compare each with hooks.
+
+    ``asked`` returns what ``steer`` gets for the name of a program. Returns where requests ran, by whether they have a program.
+    """
+    draw = random.Random(seed)
     chosen, results = [], {}
     with model.trace(**GREEDY) as tracer:
-        for number in range(32):
+        for number in range(count):
             name = draw.choice([None, *NAMES])
             given = draw.choice(GIVEN[name]) if name else {}
-            ids, count = [draw.randrange(2, 512) for _ in range(draw.randrange(1, 30))], draw.randrange(1, 6)
-            chosen.append((name, given, ids, count))
-            with tracer.invoke({"prompt_token_ids": ids}, max_tokens=count):
+            ids, length = [draw.randrange(2, 512) for _ in range(draw.randrange(1, 30))], draw.randrange(1, 6)
+            chosen.append((name, given, ids, length))
+            with tracer.invoke({"prompt_token_ids": ids}, max_tokens=length):
                 if name:
-                    model.steer(name, **given)
+                    model.steer(asked(name), **given)
                 results[number] = tracer.result
-    for number, (name, given, ids, count) in enumerate(chosen):
-        expected = generated(reference, ids, hooked(name, **given) if name else None, count)
+    for number, (name, given, ids, length) in enumerate(chosen):
+        expected = generated(reference, ids, hooked(name, **given) if name else None, length)
         assert tokens(results[number]) == expected, (number, name, given)
+    return {bool(name): tier for (name, *_), tier in zip(chosen, tracer.report.tiers, strict=True)}
+
+
+@pytest.mark.vllm
+def test_a_mixed_batch_of_programs(model: VLLM, reference: LanguageModel) -> None:
+    check_mixed_batch(model, reference, seed=0, count=32, asked=str)
 
 
 @pytest.mark.vllm
@@ -275,24 +286,9 @@ def stopping(folder: Path, request: Any) -> VLLM:
 
 @pytest.mark.vllm
 def test_programs_of_requests_run_without_python(stopping: VLLM, reference: LanguageModel) -> None:
-    """Random requests of a batch bring programs, with parameters of their own, and all of one program are one call at a stop."""
-    draw = random.Random(1)
+    """Requests of a batch bring programs, with parameters of their own."""
     programs = {name: recorded(reference, name) for name in NAMES}
-    chosen, results = [], {}
-    with stopping.trace(**GREEDY) as tracer:
-        for number in range(24):
-            name = draw.choice([None, *NAMES])
-            given = draw.choice(GIVEN[name]) if name else {}
-            ids, count = [draw.randrange(2, 512) for _ in range(draw.randrange(1, 30))], draw.randrange(1, 6)
-            chosen.append((name, given, ids, count))
-            with tracer.invoke({"prompt_token_ids": ids}, max_tokens=count):
-                if name:
-                    stopping.steer(programs[name], **given)
-                results[number] = tracer.result
-    for number, (name, given, ids, count) in enumerate(chosen):
-        expected = generated(reference, ids, hooked(name, **given) if name else None, count)
-        assert tokens(results[number]) == expected, (number, name, given)
-    tiers = {bool(name): tier for (name, *_), tier in zip(chosen, tracer.report.tiers, strict=True)}
+    tiers = check_mixed_batch(stopping, reference, seed=1, count=24, asked=programs.__getitem__)
     assert tiers[True].endswith(", as programs") and tiers[False] == "beside"
 
 

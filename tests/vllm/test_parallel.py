@@ -6,7 +6,7 @@ Such an engine has the process for itself, so it is made when those of other tes
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -256,30 +256,27 @@ def test_edits_as_parameters(model: VLLM, reference: LanguageModel, vector: torc
     assert tracer.report.tiers == ["beside", place, place, place]
 
 
-@compiled
-def test_programs_in_the_graph(model: VLLM, reference: LanguageModel) -> None:
+def check_programs(model: VLLM, reference: LanguageModel, asked_by: Callable[[str], Any]) -> None:
+    """Compare requests with programs with hooks; ``asked_by`` returns what ``steer`` gets for the name of a program."""
     results = []
     asked: list[tuple[str, dict[str, Any]]] = [("gated", {}), ("features", {"gain": 3.0}), ("gated", {"alpha": 1.5})]
     with model.trace(**GREEDY) as tracer:
         for name, given in asked:
             with tracer.invoke(PROMPTS[0]):
-                model.steer(name, **given)
+                model.steer(asked_by(name), **given)
                 results.append(tracer.result)
     for (name, given), result in zip(asked, results, strict=True):
         assert tokens(result) == generated(reference, result.prompt_token_ids, hooked(name, **given))
+
+
+@compiled
+def test_programs_in_the_graph(model: VLLM, reference: LanguageModel) -> None:
+    check_programs(model, reference, str)
 
 
 @everywhere
 def test_programs_of_requests(model: VLLM, reference: LanguageModel) -> None:
-    results = []
-    asked: list[tuple[str, dict[str, Any]]] = [("gated", {}), ("features", {"gain": 3.0}), ("gated", {"alpha": 1.5})]
-    with model.trace(**GREEDY) as tracer:
-        for name, given in asked:
-            with tracer.invoke(PROMPTS[0]):
-                model.steer(recorded(reference, name), **given)
-                results.append(tracer.result)
-    for (name, given), result in zip(asked, results, strict=True):
-        assert tokens(result) == generated(reference, result.prompt_token_ids, hooked(name, **given))
+    check_programs(model, reference, lambda name: recorded(reference, name))
 
 
 @compiled

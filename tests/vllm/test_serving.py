@@ -209,6 +209,8 @@ def test_programs_are_asked_for_by_name(server: Server, offline: VLLM, reference
     assert "has no parameter 'beta'" in server.refusal({"nnsight_program": "push", "nnsight_program_beta": 1.0})
     assert "is a number or a tensor" in server.refusal({"nnsight_program": "push", "nnsight_program_alpha": "much"})
     assert "has shape" in server.refusal({"nnsight_program": "push", "nnsight_program_direction": [1.0, 2.0]})
+    assert "is the name of a program" in server.refusal({"nnsight_program": ["push"]})
+    server.refusal({"nnsight_program": "push", "nnsight_program_direction": [1.0, "much"]})
     _, listed = server.ask("GET", "/v1/nnsight/vectors")
     assert listed["programs"][0] == {"name": "push", "parameters": {"alpha": [], "direction": [HIDDEN]}}
 

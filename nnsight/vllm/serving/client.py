@@ -23,7 +23,7 @@ from ...steering.choices import PREFIX, Choice, start_of
 from ...steering.registry import Vectors
 from ..steering.entries import ENTRY, Entries, Lease
 from ..steering.graph_programs import GraphProgram
-from ..steering.tables import Steering, salt_of, steering_of
+from ..steering.tables import Steering, edits_of, salt_of, steering_of
 from ..worker.engine_taps import Layout
 from ..worker.residual import places_of
 from ..worker.worker import packed
@@ -98,17 +98,15 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
     def _program_edits(self, asked: Mapping[str, Any], start: int) -> dict[str, Steering]:
         """Return the edits for the parameters of a request that begin with the name of that for a program."""
         given = {name.removeprefix(_PROGRAM + "_"): value for name, value in asked.items() if name != _PROGRAM}
-        program = self.programs.get(asked.get(_PROGRAM, ""))
-        if program is None:
+        name = asked.get(_PROGRAM)
+        if not isinstance(name, str) or name not in self.programs:
             known = ", ".join(self.programs) or "none"
-            raise ValueError(f"{_PROGRAM} is the name of a program of this server, not {asked.get(_PROGRAM)!r}. The programs are: {known}.")
-        tensors = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in given.items()}
+            raise ValueError(f"{_PROGRAM} is the name of a program of this server, not {name!r}. The programs are: {known}.")
         try:
-            edit = {program.name: program.parameters(tensors)}
+            tensors = {key: torch.tensor(value) if isinstance(value, list) else value for key, value in given.items()}
+            return edits_of(self.programs[name], tensors, start, self.vllm_config.model_config.get_hidden_size())
         except TypeError as error:
             raise ValueError(str(error)) from error
-        hidden = self.vllm_config.model_config.get_hidden_size()
-        return {f"model.{path}.output": Steering.of(hidden, None, None, None, start, edit) for path in program.modules}
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """Send a request to the engine, steered if it asks for that; raise ``VLLMValidationError`` if that is not possible."""

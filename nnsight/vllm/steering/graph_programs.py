@@ -27,11 +27,14 @@ from ...program.format.operators import DRAWING, is_in_place
 from ...program.format.payload import Job
 from ...program.format.trees import is_ref, references
 from ...program.program import Program
-from .graph_functions import TAKEN, fitted, traced_on
+from .graph_functions import fitted, traced_on
 from .graph_parts import GraphPart
 
 #: Kinds of nodes that name a part of the model of transformers by something else than a location.
 _OF_THE_MODEL = {"weight": "a weight of the model", "apply": "a call of a module", "skip": "a skip", "grad": "gradients"}
+
+#: Names of the arguments that :meth:`.VLLM.steer` has itself.
+_TAKEN = frozenset({"self", "vector", "scale", "remove", "layers", "start"})
 
 #: Rows with which a program is traced, and tried.
 _ROWS = 7
@@ -64,7 +67,7 @@ class GraphProgram:
         Args:
             name: Its name.
             given: A :class:`nnsight.Program` or a file of one; in a tuple with the names of its parameters. By default its parameters are
-                its named inputs with at most one dimension.
+                its named inputs with at most one dimension, but for those that have the name of an argument of :meth:`.VLLM.steer`.
 
         Raises:
             TypeError: If it is something else, or has no such input.
@@ -222,16 +225,19 @@ def _program_of(name: str, given: Any) -> tuple[Program, list[str]]:
     """Return a program and the names of its parameters."""
     what, names = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
     program = Program.load(what) if isinstance(what, (str, os.PathLike)) else what
-    if not isinstance(program, Program) or not name.isidentifier():
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(f"{name!r} is no name for a program: it has letters, digits and underscores, and begins with no digit.")
+    if not isinstance(program, Program):
         raise TypeError(f"programs= is a dict of programs, or files of programs, by name, not {{{name!r}: {describe(given)}}}.")
     program._check_whole()
     inputs = program.inputs
     if names is None:
-        names = [key for key, value in inputs.items() if value.dim() <= 1 and value.is_floating_point() and key not in TAKEN]
-    wrong = [key for key in names if key not in inputs or key in TAKEN]
+        names = [key for key, value in inputs.items() if value.dim() <= 1 and value.is_floating_point() and key not in _TAKEN]
+    wrong = [key for key in names if key not in inputs or key in _TAKEN]
     if wrong:
         known = ", ".join(inputs) or "none"
-        raise TypeError(f"programs={{{name!r}: ...}} has no input {wrong[0]!r} that requests could give. The inputs are: {known}.")
+        why = "steer() has an argument of this name: record the program with another" if wrong[0] in _TAKEN else f"the inputs are: {known}"
+        raise TypeError(f"programs={{{name!r}: ...}} has no parameter {wrong[0]!r}: {why}.")
     return program, list(names)
 
 

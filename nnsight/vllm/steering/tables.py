@@ -24,6 +24,7 @@ from ...steering.choices import Choice, orthonormal
 from ...steering.registry import Vectors
 from .graph_functions import finite, fitted
 from .graph_parts import GraphPart
+from .graph_programs import GraphProgram
 
 #: The name of this part of the graph, which no function or program has.
 TABLES = ""
@@ -91,15 +92,15 @@ class Steering:
 
     def plus(self, other: Steering) -> Steering:
         """Return this and then ``other``, both at one layer; raise ``ValueError`` if they cannot be one edit."""
-        twice, edited = self.functions.keys() & other.functions.keys(), self.rank or self.gain.any()
-        adds = not (other.rank or other.gain.any())
-        if twice or not (adds or not (edited or self.add.any())) or self.start != other.start:
+        twice, is_scaled = self.functions.keys() & other.functions.keys(), self.rank or self.gain.any()
+        scales_again = (is_scaled or self.add.any()) and (other.rank or other.gain.any())
+        if twice or scales_again or self.start != other.start:
             raise ValueError(
                 "steer() was called twice for one layer of a request. Only additions from the same position can follow another edit: "
                 "say everything in one call, `steer(add=..., scale=..., remove=...)`. Different functions and programs may be asked for "
                 "in different calls."
             )
-        first = self if edited else other
+        first = self if is_scaled else other
         return Steering(self.add + other.add, first.gain, first.down, first.up, self.start, {**self.functions, **other.functions})
 
 
@@ -121,6 +122,12 @@ def steering_of(choice: Choice, vectors: Vectors, places: Mapping[int, str], hid
     """
     chosen = choice.at_layers(vectors, places, hidden, rank)
     return {places[layer]: Steering.of(hidden, found.add, None, found.remove, choice.start) for layer, found in chosen.items()}
+
+
+def edits_of(program: GraphProgram, given: Mapping[str, Any], start: int, hidden: int) -> dict[str, Steering]:
+    """Return a program of the graph as edits, by location; ``given`` are parameters of the request. Errors are those of the program."""
+    asked = {program.name: program.parameters(given)}
+    return {f"model.{path}.output": Steering.of(hidden, None, None, None, start, asked) for path in program.modules}
 
 
 def salt_of(steering: Mapping[str, Steering]) -> str:

@@ -20,7 +20,7 @@ from ...runtime.interleaver import active_run
 from ...runtime.mediator import Mediator
 from ..steering.graph_functions import EditFunction
 from ..steering.graph_programs import GraphProgram
-from ..steering.tables import TABLES, Steering, salt_of
+from ..steering.tables import TABLES, Steering, edits_of, salt_of
 from .request_rows import RequestReplacements, RequestRows, RowView, place_of, read_only
 from .step_programs import ProgramUse, StopProgram
 
@@ -154,12 +154,11 @@ class RequestRun(Interleaver):
             ValueError: As :meth:`steer`; or if the engine does not stop where the program needs it.
         """
         self._check_start()
-        asked = program.parameters(parameters)
-        edits = Steering.of(self.limits.hidden, None, None, None, start, {program.name: asked})
         if self.limits.programs.get(program.name) is program:
-            for path in program.modules:
-                self._add(f"model.{path}.output", edits)
+            for location, steering in edits_of(program, parameters, start, self.limits.hidden).items():
+                self._add(location, steering)
             return
+        asked = program.parameters(parameters)
         for path in program.modules:
             location = f"model.{path}.output"
             if self.limits.locations is not None and location not in self.limits.locations:

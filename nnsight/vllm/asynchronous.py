@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from ..tracing import Backend, Tracer
 from ..tracing.errors import show_only_users_frames
@@ -124,11 +124,24 @@ class AsyncBackend(Backend):
         """Send the requests of ``tracer`` off: those of its block, or, without one, that of a call; return their stream."""
         self._model.dispatch()
         self._stream = Stream(tracer._close)  # not before: the `with` statement may not have ended yet
-        self._model._turns.add(tracer, function, self._stream)
+        self._model._turns.add(_Trace(self._model._engine, tracer, function, self._stream))
         return self._stream
 
 
-class _Job:
+class Job(Protocol):
+    """Requests that belong together, on the thread of an engine."""
+
+    def begin(self) -> None:
+        """Start the blocks, and send the requests to the engine."""
+
+    def look(self) -> bool:
+        """Take what the last step has brought; return whether the job has ended."""
+
+    def fail(self, error: BaseException) -> None:
+        """End the job with ``error``, before its time."""
+
+
+class _Trace:
     """The requests of one trace on the thread of ``engine``."""
 
     def __init__(self, engine: VLLMEngine, tracer: RequestTracer, function: Callable[[], None] | None, stream: Stream) -> None:
@@ -212,21 +225,21 @@ class Turns:
     def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
-        self._arrived: list[_Job] = []
+        self._arrived: list[Job] = []
         self._thread: threading.Thread | None = None
 
-    def add(self, tracer: RequestTracer, function: Callable[[], None] | None, stream: Stream) -> None:
-        """Run the requests of ``tracer``; raise ``ValueError`` if a block of the engine asks, because the engine stands still for it."""
+    def add(self, job: Job) -> None:
+        """Run the requests of ``job``; raise ``ValueError`` if a block of the engine asks, because the engine stands still for it."""
         with self._lock:
             if self._thread is threading.current_thread():
                 raise ValueError(ITSELF)
-            self._arrived.append(_Job(self._engine, tracer, function, stream))
+            self._arrived.append(job)
             if self._thread is None:
                 self._thread = threading.Thread(target=with_room, args=(self._work,), name="nnsight-vllm", daemon=True)
                 self._thread.start()
 
     def _work(self) -> None:
-        jobs: list[_Job] = []
+        jobs: list[Job] = []
         while True:
             with self._lock:
                 arrived, self._arrived = self._arrived, []

@@ -220,7 +220,15 @@ class Interpreter:
 
     def _leaf(self, mediator: Any, node: Node) -> Any:
         self._waiting[mediator] = node
-        return leaf_at(mediator.request(_place(node)), node)
+        return self._leaf_in(mediator.request(_place(node)), node)
+
+    def _leaf_in(self, value: Any, node: Node) -> Any:
+        """Return the leaf that a node names of the value at its location."""
+        return leaf_at(value, node)
+
+    def _with_leaf(self, value: Any, node: Node, new: torch.Tensor) -> Any:
+        """Return the value with ``new`` in place of that leaf."""
+        return with_leaf(value, node, new)
 
     def _write(self, mediator: Any, node: Node) -> None:
         old, new = self._leaf(mediator, node), self._read(node["value"])
@@ -239,7 +247,7 @@ class Interpreter:
                 if self.differentiates:
                     self._copied[source] = old, old._version, new
         else:
-            mediator.swap(_place(node), with_leaf(mediator.request(_place(node)), node, new))
+            mediator.swap(_place(node), self._with_leaf(mediator.request(_place(node)), node, new))
 
     def _operate(self, number: int, node: Node) -> None:
         operator, first = OPERATORS[node["name"]], (node["args"] or [None])[:1]

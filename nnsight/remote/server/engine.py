@@ -1,4 +1,4 @@
-"""The engine of one model: runs programs in a thread of its own.
+"""An engine that runs programs in a thread of its own.
 
 One thread runs at a time, so programs of one model take turns, and the event loop stays free for clients. There are four kinds of errors:
 
@@ -20,51 +20,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
+
+from ...program.run.engine import EngineLostError, Log, Outcome, TimeLimitError
 
 #: Time for an interrupted thread to end its run, in seconds.
 _PATIENCE = 2.0
-
-#: Takes a line that a program prints.
-Log = Callable[[str], None]
-
-#: The result of a payload, or its error.
-Outcome = bytes | Exception
-
-
-class EngineLostError(RuntimeError):
-    """The engine died while it ran a job."""
-
-
-class TimeLimitError(RuntimeError):
-    """A job ran out of time."""
-
-
-class Engine(Protocol):
-    """Runs programs on one model."""
-
-    width: int  # number of groups of payloads that it runs at a time
-
-    def kind_of(self, payload: bytes) -> Hashable | None:
-        """Return a key of the programs that can run as one batch; ``None`` for one that runs alone."""
-
-    async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
-        """Run payloads of one kind and return the outcome of each; ``logs`` get the lines that each prints, in the loop of the caller.
-
-        Raises:
-            EngineLostError: If the engine died.
-            TimeLimitError: If it took longer than ``seconds``.
-        """
-
-    def interrupt(self, payloads: Sequence[bytes]) -> None:
-        """End the run of this very list of payloads soon; it fails."""
-
-    @property
-    def healthy(self) -> bool:
-        """Whether it can run anything."""
-
-    def close(self) -> None:
-        """Free its resources; it runs nothing any more."""
 
 
 class _Interrupt(BaseException):
@@ -75,7 +36,9 @@ class _Worker:
     """A thread that runs one call after the other and can be interrupted."""
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None] = (
+            queue.SimpleQueue()
+        )
         self._lock = threading.Lock()
         self._running = self._interrupted = False
         self._died = False  # a thread that has died runs for a moment longer

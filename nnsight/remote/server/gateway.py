@@ -22,8 +22,8 @@ from typing import IO, Any
 from prometheus_client import generate_latest
 
 from ...program.format.errors import ExecutionFailedError, InvalidProgramError
+from ...program.run.engine import Engine, EngineLostError, Outcome, TimeLimitError
 from ..protocol import JobStatus, ModelKey
-from .engine import Engine, EngineLostError, Outcome, TimeLimitError
 from .envelopes import RefusedError
 from .jobs import ServerJob
 from .keeping import Keeper

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from ...program.format.limits import Limits
+from ...program.run.engine import Engine
 from ...program.run.execution import execute_payload
 from ..protocol import ModelKey
 from ..together import execute_payloads, kind_of
-from .engine import Engine, ThreadEngine
+from .engine import ThreadEngine
 
 
 def engine_of(model: Any, limits: Limits | None = None, name: str = "nnsight-engine") -> Engine:

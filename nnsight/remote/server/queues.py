@@ -10,8 +10,8 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 
+from ...program.run.engine import Engine
 from ..protocol import ModelKey
-from .engine import Engine
 from .jobs import ServerJob
 
 

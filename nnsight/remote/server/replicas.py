@@ -1,7 +1,7 @@
 """Replicas of a model: processes of a Ray cluster, each with a copy of the model.
 
-Keys, limits, queues, the spool and sockets are in the process of the gateway. A replica has an engine (:mod:`.engine`). Ray Serve starts
-the replicas, replaces one that dies or hangs, and, within bounds, starts more of them while jobs wait and ends idle ones.
+Keys, limits, queues, the spool and sockets are in the process of the gateway. A replica has an engine (:mod:`nnsight.program.run.engine`).
+Ray Serve starts the replicas, replaces one that dies or hangs, and, within bounds, starts more of them while jobs wait and ends idle ones.
 
 A replica that is lost during a job is an engine that died. (If a replica is lost before it has accepted the job, Serve takes another one.)
 Replicas get programs as the bytes of the client, and return errors as name and message. Ray itself sends pickles between its processes,
@@ -21,9 +21,9 @@ from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequenc
 from typing import Any
 
 from ...program.format.errors import ExecutionFailedError, InvalidProgramError
+from ...program.run.engine import Engine, EngineLostError, Log, Outcome, TimeLimitError
 from ..protocol import ModelKey
 from ..together import kind_of
-from .engine import Engine, EngineLostError, Log, Outcome, TimeLimitError
 from .models import engine_of, load
 
 try:

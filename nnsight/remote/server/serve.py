@@ -21,9 +21,9 @@ from typing import Any
 import uvicorn
 from starlette.routing import Route
 
+from ...program.run.engine import Engine
 from ..protocol import ModelKey
 from .app import create_app
-from .engine import Engine
 from .gateway import Gateway
 from .keys import Door, KeyFile, OpenDoor
 from .sessions import LONGEST_FRAME

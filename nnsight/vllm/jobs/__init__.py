@@ -1,0 +1,1 @@
+"""Programs of remote clients, as requests of an engine."""

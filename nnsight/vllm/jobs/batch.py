@@ -1,0 +1,157 @@
+"""The input of a program's run, as prompts and sampling parameters of an engine."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...program.format.errors import InvalidProgramError
+from ...program.format.payload import Job
+from ...program.run.fake_runs import generation_size
+from ...program.run.validation import inputs_of
+from ..prompts import refusals
+
+#: Inputs of a model that say the same as the prompts.
+_INPUTS = ("input_ids", "inputs", "attention_mask", "position_ids")
+
+#: Options that an engine has in another form, or that say what it does anyway.
+_OTHERS = {"use_cache", "return_dict", "pad_token_id", "bos_token_id", "max_new_tokens", "max_length", "min_new_tokens", "min_length"}
+
+#: Options of a generation that an engine has not, each with the values that change nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "length_penalty": (None, 1.0),
+    "early_stopping": (None, False),
+    "logits_to_keep": (None, 0),
+    "output_hidden_states": (None, False),
+    "output_attentions": (None, False),
+    "return_dict_in_generate": (None, False),
+}
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The prompts of one run.
+
+    Attributes:
+        prompts: The token ids of each row, without padding.
+        starts: Where each of them begins in its padded row.
+        length: Positions of a padded row.
+        new: Most tokens that are made.
+        pad: The token that fills rows up.
+        sampling: vLLM's sampling parameters of a row.
+    """
+
+    prompts: list[list[int]]
+    starts: list[int]
+    length: int
+    new: int
+    pad: int
+    sampling: Any
+
+    @classmethod
+    def of(cls, job: Job, number: int, module: Any, resolved: Mapping[str, torch.Tensor] | None = None) -> Batch:
+        """Return the batch of a run of a job for ``module``, the model of transformers.
+
+        Raises:
+            InvalidProgramError: If an engine cannot run it.
+        """
+        run = job.runs[number]
+        args, kwargs = inputs_of(run, dict(resolved or job.tensors), None)
+        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+        if len(args) > 1 or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
+            raise InvalidProgramError("A vLLM engine takes token ids, [batch, positions], and this program has another input.")
+        options = {name: value for name, value in kwargs.items() if name not in _INPUTS}
+        starts, lengths = _spans(ids, kwargs.get("attention_mask"))
+        _check_positions(kwargs.get("position_ids"), starts, lengths)
+        prompts = [row[start : start + length].tolist() for row, start, length in zip(ids, starts, lengths, strict=True)]
+        known = _OTHERS | _NEUTRAL.keys() | _SAMPLED.keys() | {"do_sample", "eos_token_id"}
+        for name, value in options.items():
+            if name not in known or value not in _NEUTRAL.get(name, (value,)):
+                raise InvalidProgramError(f"A vLLM engine has no `{name}={str(value)[:40]}`.")
+        if run["call"] == "trace":
+            return cls(prompts, starts, ids.shape[1], 1, 0, _sampling(max_tokens=1, temperature=0.0))
+        new = generation_size(module, args, kwargs)[0]
+        config = _configured(module, options)
+        ends = _ends(config)
+        least = config.min_new_tokens or max((config.min_length or 0) - ids.shape[1], 0)
+        pad = config.pad_token_id if config.pad_token_id is not None else (ends or [0])[0]
+        asked = _drawing(config, job.seed) if config.do_sample else {"temperature": 0.0}
+        repetition = config.repetition_penalty or 1.0
+        sampling = _sampling(
+            max_tokens=new, min_tokens=min(least, new), stop_token_ids=ends, ignore_eos=True, repetition_penalty=repetition, **asked
+        )
+        return cls(prompts, starts, ids.shape[1], new, pad, sampling)
+
+    @property
+    def most_tokens(self) -> list[int]:
+        """The most tokens that each row can have."""
+        return [len(prompt) + self.new for prompt in self.prompts]
+
+
+#: Options of a generation that draws, with the names of vLLM.
+_SAMPLED = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": ""}
+
+
+def _spans(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[list[int], list[int]]:
+    """Return the first position and the number of the tokens of each row."""
+    if mask is None:
+        return [0] * len(ids), [ids.shape[1]] * len(ids)
+    if mask.shape != ids.shape:
+        raise InvalidProgramError("A vLLM engine takes an attention mask of the shape of the ids.")
+    there = mask.bool()
+    lengths, starts = there.sum(1), there.int().argmax(1)
+    positions = torch.arange(ids.shape[1])[None]
+    whole = (positions >= starts[:, None]) & (positions < (starts + lengths)[:, None])
+    if not bool((there == whole).all()) or not bool(lengths.all()):
+        raise InvalidProgramError("A vLLM engine takes prompts whose tokens follow one another, and this attention mask has gaps.")
+    return starts.tolist(), lengths.tolist()
+
+
+def _check_positions(given: torch.Tensor | None, starts: list[int], lengths: list[int]) -> None:
+    """Raise unless position ids count from the first token of each row."""
+    if given is None:
+        return
+    for row, start, length in zip(given.expand(len(starts), -1), starts, lengths, strict=True):
+        if row[start : start + length].tolist() != list(range(length)):
+            raise InvalidProgramError("A vLLM engine counts positions from the first token of each prompt; these `position_ids` do not.")
+
+
+def _configured(module: Any, options: dict[str, Any]) -> Any:
+    """Return the settings of a generation: those of the checkpoint, with ``options``."""
+    config = copy.deepcopy(module.generation_config)
+    config.update(**options)
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(config, name, None)
+        if value not in neutral:
+            raise InvalidProgramError(f"A vLLM engine has no `{name}={str(value)[:40]}`, which the settings of the model ask for.")
+    return config
+
+
+def _ends(config: Any) -> list[int]:
+    found = config.eos_token_id
+    return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
+
+
+def _drawing(config: Any, seed: int | None) -> dict[str, Any]:
+    """Return the sampling parameters of a generation that draws."""
+    asked = {name: getattr(config, name, None) for name in ("temperature", "top_k", "top_p", "min_p")}
+    return {"seed": seed, **{name: value for name, value in asked.items() if value is not None}}
+
+
+def _sampling(**options: Any) -> Any:
+    from vllm import SamplingParams
+
+    try:
+        with refusals():
+            return SamplingParams(**options, detokenize=False)
+    except ValueError as error:
+        raise InvalidProgramError(str(error)) from error

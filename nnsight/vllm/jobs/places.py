@@ -1,0 +1,274 @@
+"""Where an engine has the values of a model of transformers.
+
+Programs are recorded on the model of transformers. Its locations carry values ``[batch, positions, ...]``, and a caller of the model
+gets logits at every position. An engine runs the modules of vLLM on flat values ``[tokens, ...]``, and has logits of the last position
+only. Most modules have the same paths and compute the same. Modules that exist in one of the two only, or that compute something else in
+vLLM, are refused by name when a program arrives.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...modeling.base import NNsight
+from ...program.format.errors import InvalidProgramError
+from ...program.format.nodes import Node
+from ...program.format.payload import Job
+from ...program.run.fake_runs import fake_model_of
+from ...program.run.occurrences import leaf_at, places_of
+from ...runtime.interleaver import Everywhere, Interleaver
+from ...runtime.rows.fakes import quiet_fakes
+from ..steering.graph_parts import is_layer
+from ..worker.calls import is_head, kind_of
+from ..worker.requests import LOGITS, SAMPLES
+
+#: Locations behind the last module, in the order in which they occur.
+RESULT, IDS, TOKENS = "result", "model.generator.output", "model.generator.streamer.output"
+
+#: Sizes of the input that the model of transformers is looked at with.
+_BATCH, _POSITIONS = 2, 3
+
+_DENIED = {
+    "skip": "it skips a module, and requests of a step share the modules",
+    **dict.fromkeys(("requires_grad", "backward", "grad", "set_grad"), "it has a backward pass"),
+}
+
+
+class Main(NamedTuple):
+    """The tensors of an engine's value that are the value of transformers: ``first``, or its sum with ``residual``."""
+
+    first: torch.Tensor
+    residual: torch.Tensor | None = None
+
+
+class Places:
+    """The locations of ``theirs``, a model of transformers, in an engine with the modules ``mine``, by path.
+
+    Attributes:
+        head_path: Path of the module that makes logits.
+        head: Location of its output.
+        base: Location of what it is applied to.
+        root: Location of the output of the model.
+        last: Location of the engine of what the head is applied to; ``None`` if the engine does not stop there.
+    """
+
+    root = "model.output"
+
+    def __init__(self, theirs: NNsight, mine: dict[str, torch.nn.Module], stops: Iterable[str] | None) -> None:
+        self._mine, self._stops = mine, None if stops is None else {*stops, LOGITS, SAMPLES}
+        self._theirs = {path: module for module, path in theirs._tree.paths.items()}
+        self._values = _observed(theirs)
+        self._shapes: dict[str, torch.Size] = {}
+        root: Any = theirs._module
+        embeddings = root.get_output_embeddings() if hasattr(root, "get_output_embeddings") else None
+        self.head_path = next((path for path, module in self._theirs.items() if module is embeddings), "")
+        self.head = f"{self.head_path}.output"
+        self.base = f"model.{getattr(root, 'base_model_prefix', '')}.output"
+        self.last: str | None = self.root  # what the root of vLLM's model returns
+        if self._stops is not None:  # which cannot be tapped, but the last norm can
+            tapped = [site for site in self._stops & self._values.keys() if self._is_last(site)]
+            self.last = tapped[0] if tapped else None
+        processor: Any = mine.get("model.logits_processor")
+        self._scale, self._cap = getattr(processor, "scale", 1.0), getattr(processor, "soft_cap", None)
+
+    def _is_last(self, site: str) -> bool:
+        """Whether the value at ``site`` is what the head is applied to."""
+        base = self._values.get(self.base)
+        main = None if base is None else _main_leaf(base)
+        return main is not None and site != self.base and _main_leaf(self._values[site]) is main
+
+    def sites(self, location: str) -> list[str]:
+        """Return the locations of transformers that occur at one of the engine, in their order."""
+        if location != self.last:
+            return [location]
+        return [self.base] if location == self.root else [location, self.base]
+
+    def trailing(self, site: str) -> torch.Size:
+        """Return the sizes behind batch and positions of the value at a location of transformers."""
+        if site not in self._shapes:
+            main = _main_leaf(self._values[site])
+            assert main is not None
+            self._shapes[site] = main.shape[2:]
+        return self._shapes[site]
+
+    def module(self, path: str) -> Any:
+        """Return the engine's module at ``path``."""
+        return self._mine[path]
+
+    def weight(self, name: str) -> torch.Tensor | None:
+        """Return the engine's parameter ``name``, if it is that of transformers."""
+        path, _, attribute = f"model.{name}".rpartition(".")
+        theirs, mine = self._theirs.get(path), self._mine.get(path)
+        if theirs is None or mine is None or type(theirs).__name__ == "Conv1D":  # which vLLM turns round
+            return None
+        ours, found = getattr(theirs, attribute, None), getattr(mine, attribute, None)
+        if not isinstance(ours, torch.Tensor) or not isinstance(found, torch.Tensor) or found.shape[1:] != ours.shape[1:]:
+            return None
+        if not (is_head(kind_of(mine)) and mine.tp_size == 1) and (found.shape != ours.shape or not _alike(theirs, kind_of(mine))):
+            return None
+        return found[: len(ours)]  # the rows of tokens are filled up
+
+    def finished(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return what the model makes of the logits of its head."""
+        if self._cap is not None:
+            logits = torch.tanh(logits / self._cap) * self._cap
+        return logits * self._scale if self._scale != 1.0 else logits
+
+    def location(self, site: str, call: str) -> str | None:
+        """Return the location of the engine at which a location of transformers occurs; ``None`` for one behind the last step."""
+        if site == RESULT and call == "trace":
+            return LOGITS
+        if site in (RESULT, IDS):
+            return None
+        if site == TOKENS:
+            return SAMPLES
+        if site == self.base:
+            return self.last
+        return LOGITS if site in (self.root, self.head) else site
+
+    # -- checks --------------------------------------------------------------------------------------------------------
+
+    def check(self, job: Job) -> None:
+        """Raise an :class:`InvalidProgramError` with the reason if an engine cannot run a job."""
+        for number, node in enumerate(job.nodes):
+            try:
+                self._check_node(node, job.runs[node["run"]]["call"])
+            except InvalidProgramError as error:
+                line = f", line {node['line']}" if "line" in node else ""
+                raise InvalidProgramError(f"Node {number} ({node['do']}){line}: a vLLM engine cannot run it, because {error}") from None
+
+    def _check_node(self, node: Node, call: str) -> None:
+        if node["do"] in _DENIED:
+            raise InvalidProgramError(_DENIED[node["do"]])
+        if node["do"] == "apply":
+            self._check_apply(node)
+        if node["do"] == "weight" and self.weight(node["name"]) is None:
+            raise InvalidProgramError(f"it has no `{node['name']}` as transformers has it")
+        if "site" not in node:
+            return
+        site, location = node["site"], self.location(node["site"], call)
+        if location == site:
+            self._check_module(site, node["do"] == "write")
+        if self._stops is not None and location is not None and location not in self._stops:
+            raise InvalidProgramError(f"`{site}` is not tapped there")
+        if site == self.head and call == "generate" and (self._cap is not None or self._scale != 1.0):
+            raise InvalidProgramError(f"it has logits only as the model returns them: use `{self.root}`")
+        if (site == self.base or (location == LOGITS and call == "trace")) and self.last is None:
+            raise InvalidProgramError("it has no tap at the last norm, without which it makes logits of the last position only")
+        if site in (IDS, TOKENS) or (site == RESULT and call == "generate"):
+            if node["do"] == "write":
+                raise InvalidProgramError(f"`{site}` cannot be replaced there")
+            return
+        value = self._values.get(self.root if site == RESULT else site)
+        main = None if value is None else _main_leaf(value)
+        if main is None or leaf_at(value, node) is not main:
+            raise InvalidProgramError(f"it has only hidden states and logits, and this tensor at `{site}` is neither")
+
+    def _check_module(self, site: str, writes: bool) -> None:
+        """Raise unless the modules of both compute the same at ``site``."""
+        path, _, side = site.rpartition(".")
+        theirs, mine = self._theirs.get(path), self._mine.get(path)
+        if theirs is None or mine is None:
+            raise InvalidProgramError(f"vLLM's {type(self._mine['model']).__name__} has no `{path}`")
+        if not is_layer(path) and not _alike(theirs, kind_of(mine)):
+            raise InvalidProgramError(f"`{path}` is a {kind_of(mine).__name__} there, which does something else")
+        if side == "input" and isinstance(theirs, torch.nn.Embedding):
+            raise InvalidProgramError(f"`{site}` has no hidden state")
+        if side == "input" and writes and not is_layer(path) and _takes_residual(mine):
+            raise InvalidProgramError(f"`{path}` adds the residual stream there, so an edit of its input would change both")
+
+    def _check_apply(self, node: Node) -> None:
+        path, args, kwargs = node["module"], node["args"]["list"], node["kwargs"]["dict"]
+        mine, theirs = self._mine.get(path), self._theirs.get(path)
+        one = len(args) == 1 and not kwargs
+        if mine is None or theirs is None or not one or not _applies(theirs, kind_of(mine)):
+            raise InvalidProgramError(f"`{path}` cannot be called there: norms, linear layers, MLPs and the head can, with one tensor")
+
+
+def main_of(location: str, value: Any, module: Any) -> Main:
+    """Return the tensors in an engine's value at ``location`` that are the value of transformers."""
+    path, _, side = location.rpartition(".")
+    if side == "input":
+        args, kwargs = value
+        given = _signature(kind_of(module)).bind(module, *args, **kwargs).arguments
+        residual = given.get("residual")
+        first = given.get("hidden_states")
+        if first is None:
+            first = next(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+        return Main(first, residual)
+    if isinstance(value, torch.Tensor):
+        return Main(value)
+    first, second = value[0], value[1] if len(value) > 1 else None
+    return Main(first, second if is_layer(path) else None)
+
+
+def _takes_residual(module: torch.nn.Module) -> bool:
+    return "residual" in _signature(kind_of(module)).parameters
+
+
+def _signature(kind: Any) -> inspect.Signature:
+    """Return what modules of a class take; the operations of vLLM have a form for each device."""
+    return inspect.signature(getattr(kind, "forward_native", kind.forward))
+
+
+def _alike(theirs: torch.nn.Module, mine: Any) -> bool:
+    """Whether a module of transformers computes the same as one of the class ``mine`` of vLLM at the same path."""
+    names = [base.__name__ for base in mine.__mro__]
+    if isinstance(theirs, torch.nn.Embedding):
+        return type(theirs) is torch.nn.Embedding and is_head(mine)
+    if _is_linear(theirs) or "LinearBase" in names:
+        return _is_linear(theirs) and "LinearBase" in names
+    if "Norm" in type(theirs).__name__ or "Norm" in names[0]:
+        return "Norm" in type(theirs).__name__ and "Norm" in names[0]
+    if "Experts" in names[0] or "MoE" in names[0]:
+        return False
+    return "AndMul" not in names[0]  # such an activation multiplies, too
+
+
+def _applies(theirs: torch.nn.Module, mine: Any) -> bool:
+    """Whether a module that is called with a hidden state computes the same."""
+    if is_head(mine):
+        return _is_linear(theirs)
+    needed = [
+        parameter
+        for parameter in list(_signature(mine).parameters.values())[1:]
+        if parameter.default is parameter.empty and parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    return len(needed) == 1 and _alike(theirs, mine)
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.Linear) or type(module).__name__ == "Conv1D"
+
+
+def _main_leaf(value: Any) -> torch.Tensor | None:
+    """Return the first tensor of a value that has a row for each prompt and position."""
+    for _, leaf in places_of(value):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[:2] == (_BATCH, _POSITIONS):
+            return leaf
+    return None
+
+
+class _Noting(Interleaver):
+    """A run that keeps the first value at each location."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited, self.values = Everywhere(), dict[str, Any]()
+        self.offer = lambda _, location, value: self.values.setdefault(location, value)
+
+
+def _observed(model: NNsight) -> dict[str, Any]:
+    """Return the values of a model of transformers on fakes, by location."""
+    noting = _Noting()
+    with torch.inference_mode(False), torch.no_grad(), quiet_fakes:
+        fakes = fake_model_of(model._tree)
+        with fakes.mode:
+            ids = torch.zeros(_BATCH, _POSITIONS, dtype=torch.int64)
+            fakes.run(model._tree, noting, "trace", (), {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    return noting.values

@@ -1,0 +1,258 @@
+"""One run of a program on an engine.
+
+A program is written against a batch, and each row of the batch is a request of the engine. All of them are in every step together, which
+:mod:`.room` sees to. At a location the rows are put together as transformers has them, ``[batch, positions, ...]``, the blocks
+of the program go on, and their changes are written to the rows of the engine. Padding, and rows that have ended, are zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...program.format.nodes import Node
+from ...program.run.interpreter import Interpreter
+from ..samples import Request
+from ..worker.calls import called
+from ..worker.request_rows import RequestRows, ordinary
+from ..worker.requests import LOGITS, SAMPLES, RequestLimits, RequestRun
+from .batch import Batch
+from .places import IDS, RESULT, TOKENS, Main, Places, main_of
+
+Here = Sequence[tuple["JobRow", RequestRows]]
+
+
+class EngineInterpreter(Interpreter):
+    """The blocks of a job on an engine. A value at a location is the one tensor that the engine has of it."""
+
+    run: JobRun
+
+    def __init__(self, model: Any, job: Any, limits: Any, places: Places, device: torch.device) -> None:
+        super().__init__(model, job, limits)
+        self.places, self.device = places, device
+
+    def apply(self, path: str, args: Any, kwargs: Any) -> Any:
+        (hidden,) = args
+        module = self.places.module(path)
+        with torch.no_grad():
+            made = called(self.run, path, module, (hidden.reshape(-1, hidden.shape[-1]),), {})
+        made = made[0] if isinstance(made, tuple) else made
+        return made.reshape(*hidden.shape[:-1], made.shape[-1])
+
+    def weight(self, name: str) -> torch.Tensor:
+        found = self.places.weight(name)
+        assert found is not None
+        return found.detach()
+
+    def _leaf_in(self, value: Any, node: Node) -> Any:
+        return value
+
+    def _with_leaf(self, value: Any, node: Node, new: torch.Tensor) -> Any:
+        return new
+
+
+class JobRow(RequestRun):
+    """The request of one row: it hands its part of each value to the run of all rows."""
+
+    def __init__(self, job: JobRun, name: str, limits: RequestLimits) -> None:
+        super().__init__([], None, None, name, limits)
+        self.job = job
+        self.waited: Any = job.wanted
+        self.tokens: list[int] | None = None  # when it has ended
+
+    @property
+    def touches_model(self) -> bool:
+        """True: it sees all of its own tokens, so it shares no cached prefix."""
+        return True
+
+    def wants(self, location: str) -> bool:
+        return self.error is None and location in self.job.wanted
+
+    def is_waited(self, location: str) -> bool:
+        return location in self.job.wanted
+
+    def meet(self, location: str, value: Any, rows: RequestRows) -> Any:
+        return self.job.arrive(self, location, value, rows) if location in self.job.wanted else value
+
+    def conclude(self, result: Any) -> None:
+        """Note the tokens of the row, which has ended."""
+        self.tokens = list(result.outputs[0].token_ids)
+        self.job.ended(self)
+
+    def fail(self, error: BaseException) -> None:
+        self.job.fail(error)
+
+
+class JobRun(RequestRun):
+    """The blocks of a program in one run, and its rows."""
+
+    def __init__(self, interpreter: EngineInterpreter, number: int, batch: Batch, limits: RequestLimits) -> None:
+        super().__init__(interpreter.mediators(number), None, interpreter.model._tree, f"run {number}", limits)
+        self.check_location, self.check_replacement = None, None  # what a program asks for has been checked
+        self._interpreter, self.places, self.batch = interpreter, interpreter.places, batch
+        self._call = interpreter.job.runs[number]["call"]
+        interpreter.run = self
+        sites = {node["site"] for node in interpreter.job.nodes if node["run"] == number and "site" in node}
+        self._all_logits = self._call == "trace" and bool(sites & {self.places.head, self.places.root, RESULT})
+        self.wanted: set[str] = set()  # locations of the engine
+        self.rows = [JobRow(self, f"row {index}", limits) for index in range(len(batch.prompts))]
+        self._live = list(self.rows)
+        self._at: tuple[str, int] | None = None
+        self._here: list[tuple[JobRow, RequestRows]] = []
+        self._hidden: torch.Tensor | None = None  # what the head is applied to
+        self._result: Any = None
+        self.over = False
+
+    def requests(self) -> list[Request]:
+        """Return the requests of the rows."""
+        return [
+            Request({"prompt_token_ids": list(prompt)}, self.batch.sampling.clone(), row)
+            for prompt, row in zip(self.batch.prompts, self.rows, strict=True)
+        ]
+
+    def start(self) -> None:
+        """Start the blocks."""
+        with ordinary():
+            self.begin()
+            if self.error is None and self._call == "generate":
+                self._guarded(self._offer, TOKENS, 0, self._padded(self.batch.prompts, self.batch.starts, self.batch.length))
+        self._find()
+
+    def _find(self) -> None:
+        """Find the locations of the engine where blocks wait."""
+        waited = [mediator.waiting[0] for mediator in self.mediators if mediator.waiting is not None]
+        found = {self.places.location(site, self._call) for site in waited} - {None}
+        if self._all_logits and self._result is None:
+            found |= {self.places.last, LOGITS}
+        self.wanted.clear()
+        self.wanted.update(found)  # type: ignore[arg-type]
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def arrive(self, row: JobRow, location: str, value: Any, rows: RequestRows) -> Any:
+        """Take the rows of one request; when all have come, let the blocks go on, and return the value with their changes."""
+        if self.error is not None:
+            return value
+        here = location, row.steps
+        if self._here and self._at != here:
+            self.fail(RuntimeError("The engine did not compute the rows of a batch in one step."))
+            return value
+        self._at = here
+        self._here.append((row, rows))
+        if len(self._here) < len(self._live):
+            return value
+        together, self._here = self._here, []
+        self.call_together = row.call_together
+        value = self._guarded(self._serve, location, row.steps - 1, value, together, otherwise=value)
+        self._find()
+        return value
+
+    def _serve(self, location: str, step: int, value: Any, here: Here) -> Any:
+        if location == LOGITS:
+            return self._serve_logits(step, value, here)
+        if location == SAMPLES:
+            tokens = torch.full((len(self.rows),), self.batch.pad, dtype=torch.int64)
+            for row, rows in here:
+                tokens[self.rows.index(row)] = rows.of(value).reshape(-1)[-1]
+            self._offer(TOKENS, step + 1, tokens)
+            return value
+        main = main_of(location, value, self.places.module(location.rpartition(".")[0]))
+        sites = self.places.sites(location)
+        whole = self._together(main, here, self.places.trailing(sites[0]), step)
+        for site in sites:
+            whole = self._changed(site, step, whole, main, here)
+        if location == self.places.last and self._all_logits:
+            self._hidden = whole
+        return value
+
+    def _changed(self, site: str, step: int, whole: torch.Tensor, main: Main, here: Here) -> torch.Tensor:
+        """Offer a value, write changes to the engine's, and return the value as the blocks have left it."""
+        version = whole._version
+        left: torch.Tensor = self._offer(site, step, whole)
+        if left is not whole or left._version > version:
+            self._write(left, main, here, step)
+        return left
+
+    def _offer(self, site: str, occurrence: int, value: Any) -> Any:
+        self.counts[site] = occurrence
+        return self.handle(site, value)
+
+    def _span(self, row: JobRow, size: int, step: int) -> slice:
+        """Return the positions of the tokens of a row in a padded row."""
+        start = self.batch.starts[self.rows.index(row)] if step == 0 else 0
+        return slice(start, start + size)
+
+    def _together(self, main: Main, here: Here, trailing: torch.Size, step: int) -> torch.Tensor:
+        """Return the rows as transformers has them, as a copy."""
+        parts = [rows.of(main.first) for _, rows in here]
+        if main.residual is not None:
+            parts = [part + rows.of(main.residual) for part, (_, rows) in zip(parts, here, strict=True)]
+        length = self.batch.length if step == 0 else 1
+        if len(self.rows) == 1 and len(parts[0]) == length:
+            return parts[0].reshape(1, length, *trailing).clone()
+        whole = main.first.new_zeros(len(self.rows), length, *trailing)
+        for part, (row, rows) in zip(parts, here, strict=True):
+            whole[self.rows.index(row), self._span(row, rows.size, step)] = part.reshape(rows.size, *trailing)
+        return whole
+
+    def _write(self, left: torch.Tensor, main: Main, here: Here, step: int) -> None:
+        """Write changes to the rows of the engine."""
+        with torch.inference_mode(main.first.is_inference()):
+            for row, rows in here:
+                part = rows.of(main.first)
+                part.copy_(left[self.rows.index(row), self._span(row, rows.size, step)].reshape(part.shape))
+                if main.residual is not None:
+                    rows.of(main.residual).zero_()
+
+    # -- logits and results --------------------------------------------------------------------------------------------
+
+    def _serve_logits(self, step: int, value: torch.Tensor, here: Here) -> torch.Tensor:
+        places, head, root = self.places, self.places.head, self.places.root
+        if not self._all_logits:  # those of the last position, which are sampled from
+            logits = value.new_zeros(len(self.rows), 1, value.shape[-1])
+            for row, rows in here:
+                logits[self.rows.index(row), 0] = rows.of(value)[0]
+            left = self._offer(root, step, self._offer(head, step, logits.clone()))
+            with torch.inference_mode(value.is_inference()):
+                for row, rows in here:
+                    rows.of(value)[0].copy_(left[self.rows.index(row), 0])
+            return value
+        assert self._hidden is not None
+        hidden, self._hidden = self._hidden, None
+        made = called(self, places.head_path, places.module(places.head_path), (hidden.reshape(-1, hidden.shape[-1]),), {})
+        logits = self._offer(head, step, made.reshape(*hidden.shape[:-1], made.shape[-1]))
+        self._result = self._offer(root, step, places.finished(logits))
+        return value
+
+    def ended(self, row: JobRow) -> None:
+        """Note that a row has ended; with the last one, offer the results and end the blocks."""
+        self._live.remove(row)
+        if not self._live and self.error is None:
+            with ordinary():
+                self._guarded(self._end_blocks)
+            self.over = True
+
+    def _end_blocks(self) -> None:
+        """Offer the results, and end the blocks."""
+        result = self._result
+        if self._call == "generate":
+            rows = [[*prompt, *(row.tokens or ())] for prompt, row in zip(self.batch.prompts, self.rows, strict=True)]
+            made = max(len(row.tokens or ()) for row in self.rows)
+            result = self._offer(IDS, 0, self._padded(rows, self.batch.starts, self.batch.length + made))
+        if self._call == "generate" or result is not None:
+            self._offer(RESULT, 0, result)
+        self._interpreter.finish(self)
+        self.cancel()
+
+    def _padded(self, rows: list[list[int]], starts: list[int], length: int) -> torch.Tensor:
+        ids = torch.full((len(rows), length), self.batch.pad, dtype=torch.int64)
+        for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
+            ids[index, start : start + len(row)] = torch.tensor(row)
+        return ids.to(self._interpreter.device)
+
+    def _end(self, error: BaseException) -> None:
+        super()._end(error)
+        for row in self.rows:
+            row.error = error

@@ -27,7 +27,7 @@ ON_V2 = VLLM_USE_V2_MODEL_RUNNER=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=no
   PYTHONPATH="$(CURDIR)/tests/triton_on_cpu:$(CURDIR)" $(VLLM_VENV)/bin/python
 
 # What of V1 is run with every change.
-CI_TESTS := $(patsubst %,tests/vllm/test_%.py,traces kept_values graph_functions graph_programs replay parallel)
+CI_TESTS := $(patsubst %,tests/vllm/test_%.py,traces kept_values graph_functions graph_programs replay parallel jobs)
 
 .PHONY: help install demo test lint types pytest test-slow test-oldest test-vllm test-vllm-v2 test-vllm-ci test-ray bench clean
 .DEFAULT_GOAL := help
@@ -132,7 +132,7 @@ test-vllm-v2: $(VLLM_INSTALLED)
 # is about it alone.
 test-vllm-ci: $(VLLM_INSTALLED)
 	@echo "pytest, some of the tests on vLLM ..."
-	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(CI_TESTS) -k "not test_parallel or compiled or chunked"
+	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(CI_TESTS) -k "not (test_parallel or test_jobs) or compiled or chunked or mixed"
 	@$(ON_V2) -m pytest -m vllm $(patsubst %,tests/vllm/test_%.py,v2 kept_values overlapping)
 
 $(RAY_INSTALLED): pyproject.toml

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,10 +71,12 @@ serve({ModelKey("nnsight/demo"): ThreadEngine(lambda payload, log: found)}, KeyF
 
 
 @contextlib.contextmanager
-def server(together: int, keep: float = 3600, result: bytes | None = None) -> Iterator[tuple[str, int]]:
+def server(
+    together: int, keep: float = 3600, result: bytes | None = None, more: Sequence[str] = ()
+) -> Iterator[tuple[str, int]]:
     """Run a server in a process of its own, which keeps results for so many seconds; yield its address and the number of the process.
 
-    With ``result``, it runs no job and gives each this result.
+    With ``result``, it runs no job and gives each this result. ``more`` are further options.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -84,7 +86,7 @@ def server(together: int, keep: float = 3600, result: bytes | None = None) -> It
         os.environ["NDIF_API_KEY"] = SECRET
         keys.write_text(json.dumps({"keys": [{"name": "bench", "sha256": hash_of(SECRET), "queue": 1000}]}), encoding="utf-8")
         options = ["--port", str(port), "--spool", f"{spool}/jobs", "--together", str(together), "--api-keys", str(keys)]
-        options += ["--keep", str(keep)]
+        options += ["--keep", str(keep), *more]
         started = [sys.executable, "-m", "nnsight.cli", "serve", KEY, *options]
         if result is not None:
             (Path(spool) / "result").write_bytes(result)

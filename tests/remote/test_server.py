@@ -352,6 +352,14 @@ def test_replicas_need_ray_and_sensible_numbers(capsys: pytest.CaptureFixture[st
         assert "1-4" in capsys.readouterr().err
 
 
+def test_options_of_engines_that_make_no_sense_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["serve", "nnsight/demo", "--taps", "transformer.h.*"]) == 2
+    assert "add --engine vllm" in capsys.readouterr().err
+    for wrong in ("--compile", "--openai"):
+        assert cli.main(["serve", "nnsight/demo", "--engine", "vllm", wrong]) == 2
+        assert "--engine local" in capsys.readouterr().err
+
+
 # -- jobs and clients come and go ---------------------------------------------------------------------------------------------------
 
 

@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import random
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 
 import nnsight
@@ -50,6 +56,9 @@ def same(found: Any, expected: Any) -> None:
     if isinstance(expected, torch.Tensor):
         assert found.shape == expected.shape and found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * max(expected.abs().max().item(), 0.1))
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        same(list(found.values()), list(expected.values()))
     elif isinstance(expected, (list, tuple)):
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
@@ -66,10 +75,7 @@ class Clients:
 
     def both(self, block: Block, *args: Any) -> None:
         """Assert that a block gives the same remotely as here."""
-        found, expected = block(self.client, *args, remote=True), block(self.reference, *args)
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            same(found[name], value)
+        same(block(self.client, *args, remote=True), block(self.reference, *args))
 
 
 @contextlib.contextmanager
@@ -468,3 +474,28 @@ def test_many_jobs_leave_nothing(clients: Clients) -> None:
             assert torch.equal(decode_results(outcome)["ids"], due[payload])
     assert ended and not engine._engine.pending and not engine._engine._runner.bookkeeping.runs
     assert not engine._room._inside and not engine._room._waiting and engine.healthy
+
+
+@pytest.mark.parametrize("more", [["--engine", "vllm,local"], ["--engine", "vllm", "--ray"]], ids=["both engines", "Ray"])
+def test_the_command_serves(folder: Path, reference: LanguageModel, tmp_path: Path, more: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ["--dtype", "float32", "--vllm-options", json.dumps({name: OPTIONS[name] for name in OPTIONS if name != "dtype"})]
+    command = [sys.executable, "-m", "nnsight.cli", "serve", str(folder), "--port", str(port), "--spool", f"{tmp_path}/jobs", *options]
+    with (tmp_path / "log").open("w") as log:
+        process = subprocess.Popen([*command, *more], stderr=log)
+    address, client = f"http://127.0.0.1:{port}", LanguageModel(folder, dtype="float32")
+    try:
+        for _ in range(480):
+            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
+            try:
+                requests.get(f"{address}/health", timeout=5)
+                break
+            except requests.ConnectionError:
+                time.sleep(0.25)
+        same(generates(client, remote=address), generates(reference))
+        if "vllm,local" in more:
+            same(gradients(client, remote=address), gradients(reference))
+    finally:
+        process.terminate()
+        process.wait(60)

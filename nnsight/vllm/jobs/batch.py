@@ -42,17 +42,17 @@ class Batch:
     """The prompts of one run.
 
     Attributes:
-        prompts: The token ids of each row, without padding.
+        ids: Token ids, [batch, positions], int64.
+        prompts: Those of each row, without padding.
         starts: Where each of them begins in its padded row.
-        length: Positions of a padded row.
         new: Most tokens that are made.
         pad: The token that fills rows up.
         sampling: vLLM's sampling parameters of a row.
     """
 
+    ids: torch.Tensor
     prompts: list[list[int]]
     starts: list[int]
-    length: int
     new: int
     pad: int
     sampling: Any
@@ -78,7 +78,9 @@ class Batch:
             if name not in known or value not in _NEUTRAL.get(name, (value,)):
                 raise InvalidProgramError(f"A vLLM engine has no `{name}={str(value)[:40]}`.")
         if run["call"] == "trace":
-            return cls(prompts, starts, ids.shape[1], 1, 0, _sampling(max_tokens=1, temperature=0.0))
+            return cls(ids, prompts, starts, 1, 0, _sampling(max_tokens=1, temperature=0.0))
+        if any(start + length != ids.shape[1] for start, length in zip(starts, lengths, strict=True)):
+            raise InvalidProgramError("A vLLM engine generates from prompts that are padded on the left; these are padded on the right.")
         new = generation_size(module, args, kwargs)[0]
         config = _configured(module, options)
         ends = _ends(config)
@@ -89,7 +91,12 @@ class Batch:
         sampling = _sampling(
             max_tokens=new, min_tokens=min(least, new), stop_token_ids=ends, ignore_eos=True, repetition_penalty=repetition, **asked
         )
-        return cls(prompts, starts, ids.shape[1], new, pad, sampling)
+        return cls(ids, prompts, starts, new, pad, sampling)
+
+    @property
+    def length(self) -> int:
+        """Positions of a padded row."""
+        return self.ids.shape[1]
 
     @property
     def most_tokens(self) -> list[int]:

@@ -56,9 +56,9 @@ class EngineInterpreter(Interpreter):
 class JobRow(RequestRun):
     """The request of one row: it hands its part of each value to the run of all rows."""
 
-    def __init__(self, job: JobRun, name: str, limits: RequestLimits) -> None:
-        super().__init__([], None, None, name, limits)
-        self.job = job
+    def __init__(self, job: JobRun, number: int, limits: RequestLimits) -> None:
+        super().__init__([], None, None, f"row {number}", limits)
+        self.job, self.number = job, number
         self.waited: Any = job.wanted
         self.tokens: list[int] | None = None  # when it has ended
 
@@ -97,7 +97,7 @@ class JobRun(RequestRun):
         sites = {node["site"] for node in interpreter.job.nodes if node["run"] == number and "site" in node}
         self._all_logits = self._call == "trace" and bool(sites & {self.places.head, self.places.root, RESULT})
         self.wanted: set[str] = set()  # locations of the engine
-        self.rows = [JobRow(self, f"row {index}", limits) for index in range(len(batch.prompts))]
+        self.rows = [JobRow(self, number, limits) for number in range(len(batch.prompts))]
         self._live = list(self.rows)
         self._at: tuple[str, int] | None = None
         self._here: list[tuple[JobRow, RequestRows]] = []
@@ -117,7 +117,7 @@ class JobRun(RequestRun):
         with ordinary():
             self.begin()
             if self.error is None and self._call == "generate":
-                self._guarded(self._offer, TOKENS, 0, self._padded(self.batch.prompts, self.batch.starts, self.batch.length))
+                self._guarded(self._offer, TOKENS, 0, self.batch.ids.clone())
         self._find()
 
     def _find(self) -> None:
@@ -155,7 +155,7 @@ class JobRun(RequestRun):
         if location == SAMPLES:
             tokens = torch.full((len(self.rows),), self.batch.pad, dtype=torch.int64)
             for row, rows in here:
-                tokens[self.rows.index(row)] = rows.of(value).reshape(-1)[-1]
+                tokens[row.number] = rows.of(value).reshape(-1)[-1]
             self._offer(TOKENS, step + 1, tokens)
             return value
         main = main_of(location, value, self.places.module(location.rpartition(".")[0]))
@@ -181,7 +181,7 @@ class JobRun(RequestRun):
 
     def _span(self, row: JobRow, size: int, step: int) -> slice:
         """Return the positions of the tokens of a row in a padded row."""
-        start = self.batch.starts[self.rows.index(row)] if step == 0 else 0
+        start = self.batch.starts[row.number] if step == 0 else 0
         return slice(start, start + size)
 
     def _together(self, main: Main, here: Here, trailing: torch.Size, step: int) -> torch.Tensor:
@@ -194,7 +194,7 @@ class JobRun(RequestRun):
             return parts[0].reshape(1, length, *trailing).clone()
         whole = main.first.new_zeros(len(self.rows), length, *trailing)
         for part, (row, rows) in zip(parts, here, strict=True):
-            whole[self.rows.index(row), self._span(row, rows.size, step)] = part.reshape(rows.size, *trailing)
+            whole[row.number, self._span(row, rows.size, step)] = part.reshape(rows.size, *trailing)
         return whole
 
     def _write(self, left: torch.Tensor, main: Main, here: Here, step: int) -> None:
@@ -202,7 +202,7 @@ class JobRun(RequestRun):
         with torch.inference_mode(main.first.is_inference()):
             for row, rows in here:
                 part = rows.of(main.first)
-                part.copy_(left[self.rows.index(row), self._span(row, rows.size, step)].reshape(part.shape))
+                part.copy_(left[row.number, self._span(row, rows.size, step)].reshape(part.shape))
                 if main.residual is not None:
                     rows.of(main.residual).zero_()
 
@@ -213,11 +213,11 @@ class JobRun(RequestRun):
         if not self._all_logits:  # those of the last position, which are sampled from
             logits = value.new_zeros(len(self.rows), 1, value.shape[-1])
             for row, rows in here:
-                logits[self.rows.index(row), 0] = rows.of(value)[0]
+                logits[row.number, 0] = rows.of(value)[0]
             left = self._offer(root, step, self._offer(head, step, logits.clone()))
             with torch.inference_mode(value.is_inference()):
                 for row, rows in here:
-                    rows.of(value)[0].copy_(left[self.rows.index(row), 0])
+                    rows.of(value)[0].copy_(left[row.number, 0])
             return value
         assert self._hidden is not None
         hidden, self._hidden = self._hidden, None
@@ -238,19 +238,13 @@ class JobRun(RequestRun):
         """Offer the results, and end the blocks."""
         result = self._result
         if self._call == "generate":
-            rows = [[*prompt, *(row.tokens or ())] for prompt, row in zip(self.batch.prompts, self.rows, strict=True)]
-            made = max(len(row.tokens or ()) for row in self.rows)
-            result = self._offer(IDS, 0, self._padded(rows, self.batch.starts, self.batch.length + made))
+            made = [torch.tensor(row.tokens or (), dtype=torch.int64) for row in self.rows]
+            new = torch.nn.utils.rnn.pad_sequence(made, batch_first=True, padding_value=self.batch.pad)
+            result = self._offer(IDS, 0, torch.cat([self.batch.ids, new], 1).to(self._interpreter.device))
         if self._call == "generate" or result is not None:
             self._offer(RESULT, 0, result)
         self._interpreter.finish(self)
         self.cancel()
-
-    def _padded(self, rows: list[list[int]], starts: list[int], length: int) -> torch.Tensor:
-        ids = torch.full((len(rows), length), self.batch.pad, dtype=torch.int64)
-        for index, (row, start) in enumerate(zip(rows, starts, strict=True)):
-            ids[index, start : start + len(row)] = torch.tensor(row)
-        return ids.to(self._interpreter.device)
 
     def _end(self, error: BaseException) -> None:
         super()._end(error)

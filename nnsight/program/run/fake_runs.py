@@ -29,6 +29,7 @@ from ...runtime.interleaver import Interleaver
 from ...runtime.modules.tree import ModuleTree
 from ...runtime.rows.fakes import fake_modules
 from ..counts import counts
+from .fake_steps import FakeSteps
 from .likeness import describe, key_of
 from .occurrences import FreshFakes, Occurrence, observed, replay, tensors_at
 
@@ -174,6 +175,7 @@ class FakeModel:
     def _ending(self, interleaver: Interleaver, steps: int, costs: Costs | None) -> Iterator[None]:
         """End a generation in time."""
         forward, calls, least = self.root.forward, 0, 1 if costs is None else 2
+        step = FakeSteps(forward, interleaver, self._storages, costs)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
@@ -182,7 +184,7 @@ class FakeModel:
             calls += 1
             if costs is not None:
                 costs.begin_step()
-            return forward(*args, **kwargs)
+            return step(*args, **kwargs)
 
         self.root.__dict__["forward"] = counted
         try:

@@ -1,0 +1,133 @@
+"""The steps of a generation on fakes, of which most are like the one before.
+
+A step after the first decodes one token for each row. Values at the locations have the same sizes in each of these steps, but for those
+that grow with the cache. So two steps run, and what passes the locations in both with equal sizes is offered again in later steps,
+without running the model (:mod:`~nnsight.program.run.occurrences`). When a block asks for a value of another size, replaces one or skips a
+module, the model runs that step. The cache grows in each step, whether the model runs or not. How it grows is known of the usual cache
+only; with any other cache the model runs in each step.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...runtime.carriers import is_carrier
+from ...runtime.interleaver import Interleaver
+from .occurrences import FreshFakes, Occurrence, observed, replay
+
+if TYPE_CHECKING:
+    from .costs import Costs
+
+#: Number of the first step that may be like the one before: those before run, and are compared.
+_FIRST = 3
+
+
+class FakeSteps:
+    """Calls ``forward`` of a model on fakes for each step of a generation, or offers the values of an earlier step.
+
+    ``storages`` are those of the model, see :class:`FreshFakes`; ``costs`` counts the operations.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Any], interleaver: Interleaver, storages: frozenset[int], costs: Costs | None
+    ) -> None:
+        self._forward, self._interleaver, self._storages, self._costs = forward, interleaver, storages, costs
+        self._number = 0
+        self._known: list[list[Occurrence] | None] = []  # of the steps that ran to be compared
+        self._outputs: list[Any] = []
+        self._flops: list[int] = []
+        self._alike: list[Occurrence] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the model returns in the next step."""
+        number, self._number = self._number, self._number + 1
+        caches = [value for value in kwargs.values() if is_carrier(value)]
+        layers = _layers_of(caches[0]) if len(caches) == 1 else None
+        if number == 0 or layers is None or torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        if number < _FIRST:
+            return self._compared(args, kwargs)
+        if number == _FIRST:
+            self._alike = self._found()
+        if self._alike is None:
+            return self._forward(*args, **kwargs)
+        fresh = FreshFakes(self._storages)
+        ran: list[Any] = []
+
+        def go_on(seen: list[Callable[[Any], Any]]) -> Any:
+            ran.append(observed(self._interleaver, seen, functools.partial(self._forward, *args, **kwargs))[0])
+
+        if not replay(self._alike, self._interleaver, fresh, go_on)[0]:
+            return ran[0]
+        for layer in layers:
+            layer.keys, layer.values = _grown(layer.keys), _grown(layer.values)
+        if self._costs is not None:
+            first, second = self._flops
+            self._costs.add(max(first + (number - 1) * (second - first), 0), of_model=True)
+        return pytree.tree_map(
+            lambda leaf: fresh(leaf) if isinstance(leaf, torch.Tensor) else caches[0] if is_carrier(leaf) else leaf,
+            self._outputs[-1],
+            is_leaf=is_carrier,
+        )
+
+    def _compared(self, args: Any, kwargs: Any) -> Any:
+        """Run a step, and keep what passes the locations."""
+        start = 0 if self._costs is None else self._costs.of_model
+        output, occurrences = observed(self._interleaver, [], functools.partial(self._forward, *args, **kwargs))
+        self._known.append(occurrences)
+        self._outputs.append(output)
+        self._flops.append(0 if self._costs is None else self._costs.of_model - start)
+        return output
+
+    def _found(self) -> list[Occurrence] | None:
+        """Return what the steps that ran have in common; ``None`` if other steps may differ."""
+        if len(self._known) != _FIRST - 1 or None in self._known or not _alike(*self._outputs):
+            return None
+        first, second = (known or [] for known in self._known)
+        if [found.location for found in first] != [found.location for found in second]:
+            return None
+        return [
+            occurrence if same and not any(map(is_carrier, occurrence.leaves or ())) else occurrence._replace(leaves=None)
+            for occurrence, same in zip(second, map(_same, first, second), strict=True)
+        ]
+
+
+def _layers_of(cache: Any) -> list[Any] | None:
+    """Return the layers of a cache that grows by one position in each step; ``None`` for another one, or a new one."""
+    from transformers import cache_utils
+
+    layer = getattr(cache_utils, "DynamicLayer", None)
+    if layer is None or type(cache) is not cache_utils.DynamicCache or not cache.layers:
+        return None
+    known = all(type(found) is layer and isinstance(found.keys, torch.Tensor) for found in cache.layers)
+    return list(cache.layers) if known else None
+
+
+def _grown(states: torch.Tensor) -> torch.Tensor:
+    """Return states of a layer with one more position."""
+    *sizes, positions, width = states.shape
+    return states.new_empty((*sizes, positions + 1, width))
+
+
+def _same(one: Occurrence, other: Occurrence) -> bool:
+    """Whether two values that are kept have equal sizes."""
+    if one.leaves is None or other.leaves is None or one.structure != other.structure:
+        return False
+    return all(map(_same_leaf, one.leaves, other.leaves))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether two outputs of the model have equal sizes, but for a cache."""
+    leaves, others = (pytree.tree_leaves(output, is_leaf=is_carrier) for output in (one, other))
+    return len(leaves) == len(others) and type(one) is type(other) and all(map(_same_leaf, leaves, others))
+
+
+def _same_leaf(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+    return (is_carrier(one) and is_carrier(other)) or one is other or (type(one) is type(other) and one == other)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import transformers
 
-from nnsight import NNsight
+from nnsight import LanguageModel, NNsight
 from nnsight.program.counts import counts
 from nnsight.remote import decode, execute_payload, validate
 
@@ -155,3 +157,97 @@ def test_a_model_that_marks_itself_is_copied_for_each_run() -> None:
             out = (mine(model.output) + width).save()
         same(out, mine(x[:, :number]) + number)
         assert model._module.calls == number
+
+
+# -- generations -------------------------------------------------------------------------------------------------------
+
+TOKENS = 9
+
+
+def steered(model: Any, prompt: Any, **where: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=TOKENS, **where) as tracer:
+        seen = list().save()  # noqa: C408 - documented
+        for step in tracer.iter[:TOKENS]:
+            hidden = model.transformer.h[1].output
+            hidden[:, -1] += 0.1 * step
+            seen.append(model.lm_head.output[:, -1].argmax(-1) + model.output.logits[:, -1].argmax(-1))
+        ids = tracer.result.save()
+    return list(seen), ids
+
+
+def replacing_once(model: Any, prompt: Any, **where: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=TOKENS, **where) as tracer:
+        for step in tracer.iter[:TOKENS]:
+            if step == 5:
+                model.transformer.h[1].mlp.output = model.transformer.h[1].mlp.output * 3.0
+            last = model.transformer.h[2].output[:, -1].save()
+        ids = tracer.result.save()
+    return last, ids
+
+
+def skipping_twice(model: Any, prompt: Any, **where: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=TOKENS, **where) as tracer:
+        for step in tracer.iter[:TOKENS]:
+            if step in (4, 7):
+                model.transformer.h[1].mlp.skip(model.transformer.h[1].mlp.input * 0.0)
+            last = model.transformer.h[2].output.save()
+        ids = tracer.result.save()
+    return last, ids
+
+
+def reading_what_grows(model: Any, prompt: Any, **where: Any) -> Any:
+    with model.generate(prompt, max_new_tokens=TOKENS, **where) as tracer:
+        seen = list().save()  # noqa: C408
+        for step in tracer.iter[:TOKENS]:
+            if step in (6, 7):
+                seen.append(model.transformer.h[0].attn.output[1].sum(-1))
+                seen.append(model.transformer.h[0].attn.output[1][..., -1])
+            seen.append(model.transformer.h[1].output[:, -1])
+        ids = tracer.result.save()
+    return list(seen), ids
+
+
+def in_two_rows(model: Any, prompt: Any, **where: Any) -> Any:
+    with model.generate(max_new_tokens=TOKENS, **where) as tracer:
+        with tracer.invoke(prompt):
+            for _ in tracer.iter[:4]:
+                model.transformer.h[0].output[:] *= 1.5
+        with tracer.invoke("A"):
+            first = model.transformer.h[2].output.save()
+        with tracer.invoke():
+            ids = tracer.result.save()
+    return first, ids
+
+
+GENERATIONS = {steered: 3, replacing_once: 4, skipping_twice: 5, reading_what_grows: 5, in_two_rows: 3}
+
+
+@pytest.mark.parametrize("block", GENERATIONS, ids=lambda block: block.__name__)
+def test_most_steps_of_a_generation_do_not_run_on_fakes(block: Callable[..., Any], model: Any) -> None:
+    """Those that run are the prompt, two that are compared, and those in which a block changes sizes or asks for what grows."""
+    attention = {"attn_implementation": "eager"} if block is reading_what_grows else {}
+    model = LanguageModel("nnsight/demo", dispatch=True, **attention) if attention else model
+    expected, before = block(model, PROMPT), counts["fake_steps"]
+    same(block(model, PROMPT, remote="local"), expected)
+    ran = counts["fake_steps"] - before
+    assert ran in (GENERATIONS[block], 2 * GENERATIONS[block]), ran  # in the recording, and in the check of the server if there is one
+
+
+@pytest.mark.parametrize("kind", ["Gemma2", "Mamba"])
+def test_each_step_runs_where_it_is_not_known_how_a_cache_grows(kind: str) -> None:
+    small = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2}
+    more = {"intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6}
+    config = getattr(transformers, f"{kind}Config")(**small, **(more if kind == "Gemma2" else {"state_size": 8}))
+    net = LanguageModel(getattr(transformers, f"{kind}ForCausalLM")(config).eval())
+    layers = "model" if kind == "Gemma2" else "backbone"
+
+    def block(**where: Any) -> Any:
+        with net.generate(torch.arange(1, 6)[None], max_new_tokens=6, **where) as tracer:
+            for _ in tracer.iter[:6]:
+                net.get(f"{layers}.layers.0").output[:] *= 1.1
+            ids = tracer.result.save()
+        return ids
+
+    before = counts["fake_steps"]
+    same(block(remote="local"), block())
+    assert (counts["fake_steps"] - before) % 6 == 0

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.carriers import is_carrier
 from ...runtime.interleaver import Interleaver
+from ..counts import counts
 from .occurrences import FreshFakes, Occurrence, observed, replay
 
 if TYPE_CHECKING:
@@ -36,7 +37,11 @@ class FakeSteps:
     def __init__(
         self, forward: Callable[..., Any], interleaver: Interleaver, storages: frozenset[int], costs: Costs | None
     ) -> None:
-        self._forward, self._interleaver, self._storages, self._costs = forward, interleaver, storages, costs
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts["fake_steps"] += 1
+            return forward(*args, **kwargs)
+
+        self._forward, self._interleaver, self._storages, self._costs = counted, interleaver, storages, costs
         self._number = 0
         self._known: list[list[Occurrence] | None] = []  # of the steps that ran to be compared
         self._outputs: list[Any] = []

@@ -2,8 +2,8 @@
 
 ``recordings``: blocks that were recorded; ``fake_models``: copies of models with fakes in place of their tensors; ``fake_runs``: forward
 passes and generations of such copies; ``fake_steps``: the steps of these generations that ran; ``replays``: recordings and rehearsals
-that reused the values of an earlier fake run; ``rehearsals``: programs that were checked on fakes; ``cuts``: jobs that were sent for a value
-that a block needed.
+that reused the values of an earlier fake run; ``rehearsals``: programs that were checked on fakes; ``cuts``: jobs that were sent for a
+value that a block needed.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import importlib.util
 import inspect
 import os
 from importlib import import_module
@@ -100,10 +101,9 @@ def loading_options(options: dict[str, Any]) -> dict[str, Any]:
         made["device_map"] = {"": device_of(device)}
     dtype = made.get("dtype")
     if isinstance(dtype, str) and dtype in _QUANTISED:
-        try:
-            made["quantization_config"] = transformers.BitsAndBytesConfig(**_QUANTISED[made.pop("dtype")])
-        except ImportError as error:
-            raise ImportError(f"dtype={dtype!r} is a quantisation of bitsandbytes: `pip install bitsandbytes`.") from error
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ImportError(f"dtype={dtype!r} is a quantisation of bitsandbytes: `pip install bitsandbytes`.")
+        made["quantization_config"] = transformers.BitsAndBytesConfig(**_QUANTISED[made.pop("dtype")])
     return made
 
 

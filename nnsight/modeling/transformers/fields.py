@@ -26,8 +26,9 @@ class Field:
     filler: float | None = 0  # what pads shorter rows
     is_of_decoder: bool = False  # whether an encoder-decoder reads it behind the encoder, where padding is always on the right
     is_one_per_row: bool = False  # whether each row has one number
-    #: Makes rows for an invoke without this argument, of its arguments and the rows of others. None: all invokes need it.
-    default: Callable[[Mapping[str, Any], torch.Tensor], torch.Tensor | None] | None = None
+    #: Makes rows for an invoke without this argument, of its arguments and the rows of others, which may have a length of their own.
+    #: None: all invokes need it.
+    default: Callable[[Mapping[str, Any], torch.Tensor, bool], torch.Tensor | None] | None = None
 
 
 def _tokens(part: Mapping[str, Any]) -> torch.Tensor:
@@ -35,19 +36,21 @@ def _tokens(part: Mapping[str, Any]) -> torch.Tensor:
     return part["inputs_embeds"] if part.get("input_ids") is None else part["input_ids"]
 
 
-def _zeros(part: Mapping[str, Any], like: torch.Tensor) -> torch.Tensor:
+def _zeros(part: Mapping[str, Any], like: torch.Tensor, own_length: bool) -> torch.Tensor:
     return like.new_zeros(*_tokens(part).shape[:2], *like.shape[2:])
 
 
-def _counted(part: Mapping[str, Any], like: torch.Tensor) -> torch.Tensor:
+def _counted(part: Mapping[str, Any], like: torch.Tensor, own_length: bool) -> torch.Tensor:
     return positions(part["attention_mask"]).to(like)
 
 
-def _ignored(part: Mapping[str, Any], like: torch.Tensor) -> torch.Tensor | None:
+def _ignored(part: Mapping[str, Any], like: torch.Tensor, own_length: bool) -> torch.Tensor | None:
     """Return labels that no loss counts; there are none for regressions."""
     if like.is_floating_point():
         return None
-    return like.new_full((len(_tokens(part)), *like.shape[1:]), IGNORED_LABEL)
+    rows, tokens = _tokens(part).shape[:2]
+    shape = (rows, *like.shape[1:]) if own_length or like.ndim == 1 else (rows, tokens, *like.shape[2:])
+    return like.new_full(shape, IGNORED_LABEL)
 
 
 FIELDS: dict[str, Field] = {

@@ -67,7 +67,7 @@ class TextInput:
         tokenizer = self.tokenizer
         if tokenizer is None:
             return
-        side = "left" if self._is_decoder else "right"
+        side = "left" if self._is_decoder else "right" if self._is_encoder_decoder else tokenizer.padding_side
         if tokenizer.padding_side != side:
             logger.info("tokenizer set to pad on the %s for %s", side, type(self._module).__name__)
             tokenizer.padding_side = side
@@ -118,7 +118,10 @@ class TextInput:
         for name in ("inputs_embeds", "decoder_inputs_embeds"):
             if getattr(prepared.get(name), "ndim", 0) == 2:  # one row
                 prepared[name] = prepared[name].unsqueeze(0)
-        _check_rows(prepared)
+        if ids is None and prepared.get("inputs_embeds") is not None and not any(given.get(name) is not None for name in _CACHES):
+            embeds = prepared["inputs_embeds"]
+            prepared.setdefault("attention_mask", torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device))
+        check_rows(prepared)
         if self._is_encoder_decoder and "decoder_input_ids" in accepted:
             self._start_decoder(prepared)
         elif "position_ids" in accepted and self._is_padded_left:
@@ -154,8 +157,9 @@ class TextInput:
         """Return the rows of both tensors; a field may make up those of an invoke that has none."""
         default = FIELDS[name].default if name in FIELDS else None
         if default is not None and (before is None) != (added is None):
-            before = default(above, added) if before is None else before
-            added = default(below, before) if added is None else added
+            own_length = self._is_encoder_decoder and FIELDS[name].is_of_decoder
+            before = default(above, added, own_length) if before is None else before
+            added = default(below, before, own_length) if added is None else added
         if before is None or added is None or (before in _started) != (added in _started):
             raise ValueError(f"Only some of the invokes have `{name}`: they run as one batch, so all need it.")
         if before.ndim != added.ndim:
@@ -196,6 +200,8 @@ class TextInput:
             columns = self._render(prompts, options)
         else:
             refuse_options(options, "token ids")
+            if all_are(prompts, (list, tuple)) and all(row and all_are(row, (list, tuple)) for row in prompts):  # choices
+                return self._encode(torch.tensor(prompts), {})
             columns = {"input_ids": id_rows(prompts)}
         for index, row in enumerate(columns["input_ids"]):
             if len(row) == 0:
@@ -350,20 +356,21 @@ def refuse_options(options: Mapping[str, Any], form: str) -> None:
         raise ValueError(f"{names}: an option for what tokenizer or chat template make of a prompt, and this one is {form}.")
 
 
-def _check_rows(prepared: dict[str, Any]) -> None:
-    """Let single rows of token types and positions be for all prompts.
+def check_rows(prepared: dict[str, Any], count: int | None = None) -> None:
+    """Let single rows of token types and positions be for all prompts, ``count`` of them if there are no ids.
 
     Raises:
         ValueError: If another argument has not one row for each prompt.
     """
     source = prepared.get("input_ids", prepared.get("inputs_embeds"))
+    count = count if source is None else len(source)
     for name in _ROWS & prepared.keys():
         value = prepared[name]
-        if source is None or value is None or value.ndim > 2 or len(value) == len(source):
+        if count is None or value is None or value.ndim > 2 or len(value) == count:
             continue
         if len(value) != 1 or name not in ("position_ids", "token_type_ids"):
-            raise ValueError(f"`{name}` has {len(value)} rows, and there are {len(source)} prompts: it needs one row for each.")
-        prepared[name] = value.expand(len(source), -1)
+            raise ValueError(f"`{name}` has {len(value)} rows, and there are {count} prompts: it needs one row for each.")
+        prepared[name] = value.expand(count, -1)
 
 
 def _count_positions(prepared: dict[str, Any]) -> None:

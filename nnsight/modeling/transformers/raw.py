@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from ...runtime.tracer import Arguments
 from . import tasks
 from .fields import FIELDS, alone, made_rows, stack
-from .inputs import _CHAT_OPTIONS, _TEXT_OPTIONS, _TOKENIZER_EXTRAS, _count_positions, _parameters
+from .inputs import _CHAT_OPTIONS, _ROWS, _TEXT_OPTIONS, _TOKENIZER_EXTRAS, _count_positions, _parameters, check_rows
 from .media import MediaInput
 
 #: Names under which tasks take their input.
@@ -143,6 +143,8 @@ class TaskInput(MediaInput):
         options = {name: kwargs.pop(name) for name in (self._options_of_task - accepted) & kwargs.keys()}
         of_tokenizer = {name: kwargs.pop(name) for name in (_TEXT_OPTIONS - accepted - options.keys()) & kwargs.keys()}
         of_tokenizer |= of_tokenizer.pop("tokenizer_kwargs", None) or {}
+        if "candidate_labels" in self._options_of_task - options.keys() and not isinstance(raw, Mapping):
+            raise ValueError(f"The task {self.task!r} needs labels: pass `candidate_labels=[...]`.")
         is_one = not isinstance(raw, list) or bool(options.get("is_split_into_words") and isinstance(raw[0], str))
         calls = [self._calls_for(item, options, of_tokenizer) for item in ([raw] if is_one else raw)]
         if any(len(parts) > 1 for parts in calls):
@@ -159,8 +161,9 @@ class TaskInput(MediaInput):
                     alone[value] = why_alone
         width = prepared["input_ids"].shape[-1] if "input_ids" in prepared else 0
         for name, value in kwargs.items():
-            is_rows = name in FIELDS and value is not None and not isinstance(value, torch.Tensor)
+            is_rows = name in _ROWS and value is not None
             prepared[name] = self._tensor(name, value, width) if is_rows else value
+        check_rows(prepared, len(calls) if why_alone is None else None)
         return (), self._completed(prepared)
 
     def _calls_for(self, item: Any, options: dict[str, Any], of_tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
@@ -179,7 +182,10 @@ class TaskInput(MediaInput):
 
         pipe.forward, pipe.postprocess = forward, lambda *_, **__: None
         pipe.get_iterator = lambda items, _, __, *parameters: (pipe.run_single(item, *parameters) for item in items)
-        pipe(copy.copy(item) if isinstance(item, dict) else item, **options)
+        try:
+            pipe(copy.copy(item) if isinstance(item, dict) else item, **options)
+        finally:
+            vars(pipe).clear()  # its functions hold it, and it holds the model
         if not calls:
             raise NotImplementedError(f"The pipeline of the task {self.task!r} does not call the model with this input.")
         accepted, any_name = _parameters(self._module)
@@ -258,7 +264,7 @@ def _follows_ids(value: torch.Tensor, part: Mapping[str, Any]) -> bool:
 def _by_position(inputs: tuple[Any, ...], kwargs: dict[str, Any], accepted: set[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return an input that is given by name as the positional one."""
     for names in _PARTS:
-        if not inputs and all(kwargs.get(name) is not None for name in names[:2]) and not accepted & set(names):
+        if not inputs and set(names[:2]) <= kwargs.keys() and not accepted & set(names):
             parts = {name: kwargs[name] for name in names if name in kwargs}
             return (parts,), {name: value for name, value in kwargs.items() if name not in parts}
     for name in _INPUTS:

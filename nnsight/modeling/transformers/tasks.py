@@ -13,7 +13,10 @@ from typing import Any
 import torch
 import transformers
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from ..huggingface import folder_or_name
 from ..mixins import naming
@@ -130,6 +133,8 @@ def _task_of_class(kind: Any, sees: bool) -> str:
         return "image-text-to-text"
     if hasattr(kind, "can_generate") and kind.can_generate():
         return "text-generation"
+    if name in MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES.values():  # these are called as models of text are
+        return "audio-classification"
     for end, task in _TASKS_OF_CLASSES.items():
         if name.endswith(end):
             return task

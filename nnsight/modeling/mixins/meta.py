@@ -10,6 +10,7 @@ that share the lazy model, such as the copies of ``edit()``, are dispatched toge
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Iterator
@@ -37,6 +38,10 @@ _HOOK_TABLES = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
+
+
+#: ``with MetaDevice():`` makes tensors and modules on the meta device.
+MetaDevice = functools.partial(torch.device, "meta")
 
 
 class LoadingError(OSError):
@@ -147,7 +152,7 @@ class MetaMixin(LoadableMixin):
         weights = self._weights
         if weights.dispatched:
             return self._load(*args, **kwargs)
-        with torch.device("meta"):
+        with MetaDevice():
             module = self._load_meta(*args, **kwargs)
         if isinstance(module, torch.nn.Module):
             weights.args, weights.kwargs = args, kwargs
@@ -198,6 +203,9 @@ class MetaMixin(LoadableMixin):
             return getattr(self._module, name)(*args, **kwargs)
 
         return call_loaded
+
+
+Meta = MetaMixin
 
 
 def _frozen(module: torch.nn.Module) -> set[str]:

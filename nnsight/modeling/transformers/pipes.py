@@ -6,6 +6,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...runtime.interleaver import active_interleaver
 from ...runtime.tracer import Arguments
@@ -111,7 +112,8 @@ class PipelineRun:
         text = args[0] if isinstance(args[0], str) else args[0][0]
         model = self._model
         options = {name: value for name, value in kwargs.items() if name in model._options_of_invokes}
-        _, prepared = model._prepare_input([text] * len(kwargs[_ROWS]), **options)
+        with _disable_current_modes():  # the checks of a task look at values, which fakes lack
+            _, prepared = model._prepare_input([text] * len(kwargs[_ROWS]), **options)
         return module(**prepared)
 
 

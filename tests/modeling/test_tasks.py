@@ -84,7 +84,7 @@ def test_a_whole_pipeline_is_traced(name: str, compile: bool) -> None:
     layer = model.get(tiny.layer)
     plain = model.pipeline(given(tiny), **options)
     with model.pipe(given(tiny), **options, compile=compile) as tracer:
-        seen = list().save()
+        seen = [].save()
         for _ in tracer.iter[:1]:
             seen.append(layer.output)
         records = tracer.result.save()
@@ -127,7 +127,7 @@ def test_sound_is_written_down(compile: bool) -> None:
     torch.testing.assert_close(logits, model._module(**features, decoder_input_ids=start).logits)
 
     with model.generate(given(tiny), max_new_tokens=3, do_sample=False, compile=compile) as tracer:
-        steps = list().save()
+        steps = [].save()
         for _ in tracer.iter[:3]:
             steps.append(model.proj_out.output)
         ids = tracer.result.save()

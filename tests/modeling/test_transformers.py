@@ -369,7 +369,7 @@ def test_a_pipeline_is_traced_with_every_pass(writer: TransformersModel, compile
     expected = model.pipeline(prompt, **options)
     assert expected[0]["generated_text"].endswith(" Paris.") and model.pipe(prompt, **options) == expected
     with model.pipe(prompt, **options, compile=compile) as tracer:
-        chosen = list().save()
+        chosen = [].save()
         streamed = model.generator.streamer.output.shape.save()
         for _ in tracer.iter[:2]:
             chosen.append(model.lm_head.output[0, -1].argmax())

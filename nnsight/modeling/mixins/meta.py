@@ -13,7 +13,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -147,6 +147,21 @@ class MetaMixin(LoadableMixin):
                 root._update(loaded)
             weights.args, weights.kwargs, weights.made = (), {}, []
             weights.dispatched = True
+
+    def _change_modules(self, change: Callable[[], None]) -> None:
+        """Change modules of the model in place; a lazy one as if it had been made so, so that nothing is to be carried over."""
+        weights = self._weights
+        before = {entry.module: dict(entry.module._modules) for entry in weights.made}
+        try:
+            change()
+        finally:
+            paths = {module: path for path, module in self._module.named_modules()} if before else {}
+            for entry in weights.made:
+                entry.path, now = paths.pop(entry.module, entry.path), entry.module._modules
+                entry.children.update({name: child for name, child in now.items() if child is not before[entry.module].get(name)})
+            weights.made.extend(_ModuleAsMade.of(path, module) for module, path in paths.items())
+            for root in self._tree.replace_root(self._module):
+                root._update(self._module)
 
     def _first_module(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         weights = self._weights

@@ -35,6 +35,7 @@ from ..huggingface import (
 )
 from ..mixins import LoadingError, naming
 from . import tasks
+from .adapters import attach, detach
 from .pipes import PipelineRun
 from .raw import TaskInput
 
@@ -55,6 +56,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
         processor: Likewise.
         image_processor: Likewise.
         feature_extractor: Likewise.
+        peft: Repository or folder of an adapter of the package ``peft``; see :meth:`load_adapter`.
         device: Where the whole model goes: ``"cpu"``, ``"cuda:1"``, or a number, as for ``transformers.pipeline``.
         compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled.
         automodel: The class whose ``from_pretrained`` loads the model, or its name in transformers. By default the first class of the
@@ -90,6 +92,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
 
     #: The task of a subclass.
     _own_task: str | None = None
+    _adapter: str | os.PathLike[str] | None
 
     def __init__(
         self,
@@ -100,6 +103,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
         processor: Any = None,
         image_processor: Any = None,
         feature_extractor: Any = None,
+        peft: str | os.PathLike[str] | None = None,
         device: Any = None,
         compile: bool | str | dict[str, Any] = False,
         automodel: Any = None,
@@ -123,7 +127,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
                 model.to(device_of(device))
         else:
             raise TypeError(f"A model is a name, a folder or a torch.nn.Module, not {describe(model)}.")
-        self.__dict__["_task"] = task
+        self.__dict__.update(_task=task, _adapter=None if isinstance(model, torch.nn.Module) else peft)
         super().__init__(model, compile=compile, **options)
         if not isinstance(model, torch.nn.Module):
             self.__dict__["_repository"] = (os.fspath(model), options.get("revision") or "main")
@@ -131,6 +135,8 @@ class TransformersModel(TaskInput, HuggingFaceModel):
         given = {"tokenizer": tokenizer, "processor": processor, "image_processor": image_processor, "feature_extractor": feature_extractor}
         repository = {name: options[name] for name in REPOSITORY_OPTIONS & options.keys()}
         self._load_preprocessors(given, where, repository, tokenizer_kwargs or {})
+        if peft is not None and isinstance(model, torch.nn.Module):
+            self.load_adapter(peft)
 
     def _chosen(self, model: str | os.PathLike[str], task: str | None, automodel: Any, options: dict[str, Any]) -> tuple[str, Any]:
         """Return the task and the class of a model that is named."""
@@ -170,6 +176,41 @@ class TransformersModel(TaskInput, HuggingFaceModel):
             raise TypeError("tokenizer_kwargs= are for a tokenizer, and there is none: pass one by `tokenizer=`.")
         for name, value in of_tokenizer.items():
             setattr(self.tokenizer, name, value)
+
+    def _load(self, *args: Any, **options: Any) -> torch.nn.Module:
+        return self._adapted(super()._load(*args, **options))
+
+    def _load_meta(self, *args: Any, **options: Any) -> torch.nn.Module:
+        return self._adapted(super()._load_meta(*args, **options))
+
+    def _adapted(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return ``module`` with the adapter in it, if there is one."""
+        if self._adapter is not None:
+            attach(module, self._adapter)
+        return module
+
+    def load_adapter(self, adapter: str | os.PathLike[str] | None) -> None:
+        """Attach an adapter of the package ``peft`` in place of the one there is; None takes that out. It works before and after loading.
+
+        Paths of modules stay; an adapted module holds the original as ``base_layer``.
+
+        Args:
+            adapter: Repository or folder that peft's ``save_pretrained`` wrote.
+
+        Raises:
+            ValueError: If the adapter changes prompts and no modules, or its weights do not fit.
+            ImportError: If ``peft`` is not installed.
+        """
+
+        def change() -> None:
+            if self._adapter is not None:
+                detach(self._module)
+            self.__dict__["_adapter"] = None
+            if adapter is not None:
+                attach(self._module, adapter)
+            self.__dict__["_adapter"] = adapter
+
+        self._change_modules(change)
 
     @property
     def task(self) -> str:  # type: ignore[override]

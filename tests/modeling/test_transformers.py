@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 import weakref
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as t
@@ -272,6 +274,11 @@ def test_the_task_checks_its_input(filler: TransformersModel) -> None:
     assert filler.trace([2, 5, 6, 3], trace=False).logits.shape == (1, 4, len(WORDS))
     with pytest.raises(ValueError, match="candidate_labels"):
         wrapped("zero-shot-classification").trace(SHORT, trace=False)
+    for name, message in (("fill-mask", "Tokenizer not found"), ("image-classification", "Image processor not found")):
+        bare = TransformersModel(TINY[name].module())
+        for run in (bare.pipe, functools.partial(bare.trace, trace=False)):
+            with pytest.raises(AttributeError, match=message):
+                run(TINY[name].given)
     segmenter = TransformersModel(TINY["image-classification"].module(), task="mask-generation", image_processor=images())
     with pytest.raises(NotImplementedError, match=r"mask-generation.*model\.pipe"):
         segmenter.trace(image(), trace=False)
@@ -286,6 +293,15 @@ def test_images_of_several_invokes_are_one_batch(viewer: TransformersModel, comp
             two = viewer.classifier.output.save()
     expected = [viewer._module(**viewer.image_processor(image(n, 20 if n == 2 else 12), return_tensors="pt")).logits for n in range(3)]
     close(torch.cat([one, two]), torch.cat(expected))
+
+
+def test_files_and_arrays_of_text(viewer: TransformersModel, classifier: TransformersModel, tmp_path: Path) -> None:
+    image().save(tmp_path / "image.png")
+    for path in (tmp_path / "image.png", str(tmp_path / "image.png")):
+        assert torch.equal(logits_of(viewer, path), logits_of(viewer, image()))
+        assert viewer.pipe(path) == viewer.pipe(image())
+    for texts in ([SHORT, LONG], (SHORT, LONG), np.array([SHORT, LONG])):
+        close(logits_of(classifier, texts), torch.cat([alone(classifier, SHORT), alone(classifier, LONG)]))
 
 
 def test_tensors_go_to_the_model_as_they_are(viewer: TransformersModel) -> None:

@@ -232,7 +232,10 @@ class TransformersModel(TaskInput, HuggingFaceModel):
             parts = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
             side = getattr(self.tokenizer, "padding_side", None)
             where = {} if hasattr(self._module, "hf_device_map") else {"device": device}
-            made = tasks.pipeline_class(self.task)(model=self._module, task=self.task, **parts, **where)
+            try:
+                made = tasks.pipeline_class(self.task)(model=self._module, task=self.task, **parts, **where)
+            except AttributeError as error:  # of a missing part; as it is, Python would look for the property in the module
+                raise RuntimeError(f"The pipeline of the task {self.task!r} could not be made: {error}") from error
             if self.tokenizer is not None:
                 self.tokenizer.padding_side = side  # some pipelines set it
             self.__dict__["_pipeline"] = made

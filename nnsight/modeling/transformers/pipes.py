@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,6 +54,7 @@ class PipelineRun:
         self._model = model
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        self._model._require_preprocessors()
         rows, single = kwargs.pop(_ROWS, None), kwargs.pop("_single", frozenset())
         pipe = copy.copy(self._model.pipeline)
         pipe.model = _RunningModel(pipe.model, Generation(self._model))
@@ -71,7 +73,7 @@ class PipelineRun:
             raise TypeError(f"A pipeline takes one input, not {len(inputs)}. Pass several as a list.")
         if inputs and (isinstance(inputs[0], str) or _is_texts(inputs[0])):
             return inputs, {**kwargs, _ROWS: torch.arange(1 if isinstance(inputs[0], str) else len(inputs[0]))}
-        return inputs, kwargs
+        return tuple(os.fspath(item) if isinstance(item, os.PathLike) else item for item in inputs), kwargs
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the texts of one more invoke to those before it.

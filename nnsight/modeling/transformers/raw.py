@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 from collections.abc import Mapping
 from numbers import Number
 from typing import Any
@@ -88,7 +89,7 @@ class TaskInput(MediaInput):
     def _is_decoder(self) -> bool:
         if tasks.rules_of(self.task).prepared_by != tasks.PIPELINE:
             return super()._is_decoder
-        return super()._is_decoder and getattr(self._module.config, "model_type", None) in _causal_families()
+        return super()._is_decoder and getattr(getattr(self._module, "config", None), "model_type", None) in _causal_families()
 
     @property
     def _options_of_invokes(self) -> set[str]:
@@ -102,7 +103,8 @@ class TaskInput(MediaInput):
             return set()
         module: Any = self._module
         names = _options_of_pipeline(tasks.pipeline_class(self.task))
-        return set(names - _generation_options() if module.can_generate() else names)
+        generates = hasattr(module, "can_generate") and module.can_generate()
+        return set(names - _generation_options() if generates else names)
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Turn an input of the task, or the tensors of one, into the arguments of the model.
@@ -139,7 +141,10 @@ class TaskInput(MediaInput):
 
     def _featurised(self, raw: Any, kwargs: dict[str, Any], why_alone: str | None) -> Arguments:
         """Return what the pipeline calls the model with, the parts of the input as rows."""
+        self._require_preprocessors()
         accepted, _ = _parameters(self._module)
+        raw = raw.tolist() if isinstance(raw, np.ndarray) and raw.dtype.kind == "U" else raw
+        raw = list(raw) if isinstance(raw, tuple) else raw
         options = {name: kwargs.pop(name) for name in (self._options_of_task - accepted) & kwargs.keys()}
         of_tokenizer = {name: kwargs.pop(name) for name in (_TEXT_OPTIONS - accepted - options.keys()) & kwargs.keys()}
         of_tokenizer |= of_tokenizer.pop("tokenizer_kwargs", None) or {}
@@ -166,6 +171,16 @@ class TaskInput(MediaInput):
         check_rows(prepared, len(calls) if why_alone is None else None)
         return (), self._completed(prepared)
 
+    def _require_preprocessors(self) -> None:
+        """Raise an :class:`AttributeError` if the task needs a preprocessor that there is not."""
+        for name, needed in tasks.preprocessors_of(self.task).items():
+            if needed and getattr(self, name) is None:
+                found = name.replace("_", " ").capitalize()
+                raise AttributeError(
+                    f"{found} not found: the task {self.task!r} needs it for its input, and this model was wrapped without one. "
+                    f"Pass `{name}=`, or trace with tensors."
+                )
+
     def _calls_for(self, item: Any, options: dict[str, Any], of_tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the arguments that the pipeline calls the model with, once for each part of the input."""
         calls: list[dict[str, Any]] = []
@@ -181,6 +196,8 @@ class TaskInput(MediaInput):
                 calls.append(call.kwargs)
 
         pipe.forward, pipe.postprocess = forward, lambda *_, **__: None
+        if isinstance(item, os.PathLike):
+            item = os.fspath(item)
         pipe.get_iterator = lambda items, _, __, *parameters: (pipe.run_single(item, *parameters) for item in items)
         try:
             pipe(copy.copy(item) if isinstance(item, dict) else item, **options)

@@ -17,6 +17,7 @@ import transformers as t
 import nnsight
 from nnsight import LanguageModel, TransformersModel, VisionLanguageModel
 from nnsight.modeling.mixins import LoadingError
+from nnsight.remote.protocol import ModelKey
 
 from .tiny_tasks import TEXT, TINY, WORDS, image, images, sound, tokenizer
 
@@ -141,6 +142,8 @@ def test_the_key_of_a_model_says_its_task() -> None:
     assert again.to_model_key() == key and again.attn_implementation == "eager"
     assert '"trust_remote_code": true' in TransformersModel("nnsight/demo", trust_remote_code=True).to_model_key()
     assert LanguageModel.from_model_key(LanguageModel("nnsight/demo").to_model_key()).task == "text-generation"
+    named = ModelKey.parse(key)
+    assert named.matches(ModelKey("nnsight/demo")) and not named.matches(ModelKey("nnsight/demo", task="text-generation"))
     with pytest.raises(ValueError, match="model key"):
         TransformersModel.from_model_key("a:{b")
 
@@ -414,6 +417,11 @@ def test_texts_of_several_invokes_are_one_pipeline(filler: TransformersModel, co
         return [record["token_str"] for record in records]
 
     assert fills(first) == fills(filler.pipe(texts[0], top_k=1))
+    with pytest.raises(ValueError, match="3 texts in one batch"), filler.pipe(batch_size=2, compile=compile) as tracer:
+        with tracer.invoke(texts[0]):
+            pass
+        with tracer.invoke(texts[1:]):
+            pass
     assert [fills(found) for found in others] == [fills(found) for found in filler.pipe(texts[1:], top_k=1)]
 
 
@@ -437,6 +445,16 @@ def test_inputs_of_pipelines_that_share_no_batch(viewer: TransformersModel) -> N
                 pass
     with pytest.raises(ValueError, match="remote"):
         viewer.pipe(image(), remote=True)
+    tagger = wrapped("token-classification")
+    with tagger.pipe() as tracer:
+        with tracer.invoke(SHORT):
+            one = tagger.classifier.output.save()
+        with tracer.invoke(LONG):
+            two = tagger.classifier.output.save()
+            tags = tracer.result.save()
+    close(one[:, :5], alone(tagger, SHORT))
+    close(two, alone(tagger, LONG))
+    assert [tag["word"] for tag in tags] == [tag["word"] for tag in tagger.pipe(LONG)]
 
 
 def test_edits_run_in_pipelines(filler: TransformersModel) -> None:

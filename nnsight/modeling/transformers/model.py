@@ -325,12 +325,12 @@ class TransformersModel(TaskInput, HuggingFaceModel):
             ...     records = tracer.result.save()
         """
         leave_to_python("model.pipe(...)")
-        run = PipelineRun(self)
-        if calls_for_with(sys._getframe(1)):
-            return self._tracer(run, inputs, kwargs, compile, backend)
         for name in ("remote", "scan", "validate", "program"):
             if kwargs.pop(name, None):
                 raise ValueError(f"pipe takes no {name}=: a pipeline is Python, and runs here.")
+        run = PipelineRun(self)
+        if calls_for_with(sys._getframe(1)):
+            return self._tracer(run, inputs, kwargs, compile, backend)
         return self._run_plainly(run, inputs, kwargs, compile)
 
     @functools.cached_property

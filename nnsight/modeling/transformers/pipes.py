@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Under this name, a tensor with an entry for each input tells a probe of the model how many there are.
 _ROWS = "_rows"
+#: Under this name, the numbers of texts that are inputs of an invoke by themselves, if there are several invokes.
+_SINGLE = "_single"
 
 
 class _RunningModel(StandIn):
@@ -55,7 +57,9 @@ class PipelineRun:
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
         self._model._require_preprocessors()
-        rows, single = kwargs.pop(_ROWS, None), kwargs.pop("_single", frozenset())
+        rows, single = kwargs.pop(_ROWS, None), kwargs.pop(_SINGLE, None)
+        if single is not None and kwargs.get("batch_size", len(rows)) < len(rows):
+            raise ValueError(f"The invokes have {len(rows)} texts in one batch: leave out `batch_size={kwargs['batch_size']}`.")
         pipe = copy.copy(self._model.pipeline)
         pipe.model = _RunningModel(pipe.model, Generation(self._model))
         if rows is not None and len(rows) > 1:
@@ -64,7 +68,7 @@ class PipelineRun:
         if rows is None or active_interleaver() is None or not isinstance(result, list) or not isinstance(inputs[0], list):
             return result
         records = Records(result)
-        records.single = single
+        records.single = single or frozenset()
         return records
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
@@ -89,12 +93,12 @@ class PipelineRun:
         self._check_parts(texts, kwargs)
         single = frozenset({0} if isinstance(args[0], str) else ())
         if batched is None:
-            return ((texts,), {**kwargs, _ROWS: torch.arange(rows), "_single": single}), rows
+            return ((texts,), {**kwargs, _ROWS: torch.arange(rows), _SINGLE: single}), rows
         before = dict(batched[1])
-        count, earlier = len(before.pop(_ROWS)), before.pop("_single")
+        count, earlier = len(before.pop(_ROWS)), before.pop(_SINGLE)
         if before != kwargs:
             raise ValueError(f"Options of the pipeline differ between invokes: {before!r} and {kwargs!r}. They run as one batch.")
-        joined = {**kwargs, _ROWS: torch.arange(count + rows), "_single": earlier | {start + count for start in single}}
+        joined = {**kwargs, _ROWS: torch.arange(count + rows), _SINGLE: earlier | {start + count for start in single}}
         return (([*batched[0][0], *texts],), joined), rows
 
     def _check_parts(self, texts: list[str], options: dict[str, Any]) -> None:

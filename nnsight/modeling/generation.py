@@ -82,7 +82,13 @@ class Generation:
 
         counting = module.register_forward_pre_hook(count)
         try:
-            return self._generate(module, args, kwargs)
+            made = self._generate(module, args, kwargs)
+            if not calls:
+                raise ValueError(
+                    f"`generate` of {type(module).__name__} looks at values before it calls the model, and is not scanned or validated. "
+                    "Leave out scan= and validate=."
+                )
+            return made
         except _AllMade:
             made = torch.empty(rows, start + tokens, dtype=torch.int64, device=ids.device)
         finally:

@@ -283,7 +283,7 @@ class Mistakes(Models):
 
     def labels_of_one(self) -> None:
         with language_model().trace(compile=self.compiled) as tracer:
-            with tracer.invoke("The movie was", labels=[1, 2, 3]):
+            with tracer.invoke("The movie was", labels=[0.5]):
                 pass
             with tracer.invoke("The movie was"):
                 pass

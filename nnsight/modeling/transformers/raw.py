@@ -55,6 +55,9 @@ class StandIn:
     def __len__(self) -> int:
         return len(self._original)
 
+    def __bool__(self) -> bool:
+        return True
+
 
 class _ModelToCall(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

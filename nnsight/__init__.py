@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from .modeling.base import NNsight
     from .modeling.diffusion import DiffusionModel
     from .modeling.language import LanguageModel, demo_model
-    from .modeling.vision import VisionLanguageModel
+    from .modeling.transformers import TransformersModel
+    from .modeling.vlm import VisionLanguageModel
     from .program.program import Program
     from .remote.client.fleet import compare, is_model_running, ndif_status, status
     from .runtime.errors import NNsightDeprecationWarning, UncompiledWarning
@@ -36,6 +37,7 @@ provide(
     program_of="nnsight.program.traces",
     program_trace="nnsight.program.traces",
     model_key_of="nnsight.remote.protocol",
+    ModelKey="nnsight.remote.protocol",
 )
 
 #: Names that are imported when first used, with the module they come from.
@@ -47,8 +49,9 @@ _LAZY = {
     "NNsightDeprecationWarning": ".runtime.errors",
     "Object": ".util",
     "Program": ".program.program",
+    "TransformersModel": ".modeling.transformers",
     "UncompiledWarning": ".runtime.errors",
-    "VisionLanguageModel": ".modeling.vision",
+    "VisionLanguageModel": ".modeling.vlm",
     "compare": ".remote.client.fleet",
     "debug_dir": ".fx.show.debug",
     "demo_model": ".modeling.language",
@@ -66,6 +69,7 @@ __all__ = [
     "NNsightDeprecationWarning",
     "Object",
     "Program",
+    "TransformersModel",
     "UncompiledWarning",
     "VisionLanguageModel",
     "WithBlockNotFoundError",

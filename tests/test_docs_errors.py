@@ -22,7 +22,7 @@ import torch
 import transformers
 
 import nnsight
-from nnsight import DiffusionModel, LanguageModel, NNsight, VisionLanguageModel
+from nnsight import DiffusionModel, LanguageModel, NNsight, TransformersModel, VisionLanguageModel
 from nnsight.fx.lowering import background
 from nnsight.intervention.backends.base import Backend
 from nnsight.intervention.backends.remote import RemoteBackend
@@ -283,7 +283,7 @@ class Mistakes(Models):
 
     def labels_of_one(self) -> None:
         with language_model().trace(compile=self.compiled) as tracer:
-            with tracer.invoke("The movie was", labels=[1, 2, 3]):
+            with tracer.invoke("The movie was", labels=[0.5]):
                 pass
             with tracer.invoke("The movie was"):
                 pass
@@ -408,6 +408,17 @@ class Mistakes(Models):
     def loaded_with_options(self) -> None:
         LanguageModel(language_model()._module, dtype=torch.float16)
 
+    def no_task_of_a_class(self) -> None:
+        TransformersModel(transformers.GPT2Model(transformers.GPT2Config(n_layer=1, n_embd=16, n_head=2)))
+
+    def no_task_of_a_folder(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            transformers.GPT2Config(architectures=["GPT2Model"]).save_pretrained(folder)
+            TransformersModel(folder)
+
+    def no_class_of_a_task(self) -> None:
+        TransformersModel("nnsight/demo", task="audio-classification", config=transformers.GPT2Config(n_layer=1))
+
     def no_load(self) -> None:
         LoadableMixin("name")
 
@@ -460,6 +471,14 @@ class Mistakes(Models):
         path = self.export("library")
         del sys.modules["gone_library"]
         self.model.import_edits(path)
+
+    def no_batch(self) -> None:
+        model = language_model()
+        with model.trace(compile=self.compiled) as tracer:
+            with tracer.invoke("A cat", logits_to_keep=torch.tensor([0])):
+                pass
+            with tracer.invoke("A dog", logits_to_keep=torch.tensor([0])):
+                pass
 
     def no_processor(self) -> None:
         model = VisionLanguageModel(language_model()._module)

@@ -69,6 +69,10 @@ def test_documented_paths_are_attributes_without_an_import_of_their_own() -> Non
         "nnsight.modeling.mixins.MetaMixin",
         "nnsight.modeling.mixins.meta.MetaMixin",
         "nnsight.modeling.mixins.loadable.LoadableMixin",
+        "nnsight.modeling.transformers.TransformersModel",
+        "nnsight.modeling.huggingface.HuggingFaceModel",
+        "nnsight.modeling.vlm.VisionLanguageModel",
+        "nnsight.modeling.mixins.remotable.Remotable",
         "nnsight.runtime.carriers.register_carrier",
         "nnsight.tracing.tracer.Tracer",
         "nnsight.util.apply",
@@ -95,6 +99,23 @@ def test_packages_list_their_modules_and_have_no_others() -> None:
         with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'nonsense'"):
             package.nonsense  # noqa: B018
         assert not hasattr(package, "__wrapped__")
+
+
+def test_names_of_models_and_of_what_they_are_made_of() -> None:
+    from nnsight.modeling.huggingface import HuggingFaceModel
+    from nnsight.modeling.mixins import LoadableMixin, MetaMixin, RemoteableMixin
+    from nnsight.modeling.mixins.loadable import Loadable
+    from nnsight.modeling.mixins.meta import Meta, MetaDevice
+    from nnsight.modeling.mixins.remotable import Remotable
+    from nnsight.modeling.transformers import TransformersModel
+    from nnsight.modeling.vlm import VisionLanguageModel
+
+    assert (Loadable, Meta, Remotable) == (LoadableMixin, MetaMixin, RemoteableMixin)
+    assert nnsight.TransformersModel is TransformersModel and nnsight.VisionLanguageModel is VisionLanguageModel
+    bases = [TransformersModel, HuggingFaceModel, Remotable, Meta, Loadable, nnsight.NNsight]
+    assert [kind for kind in nnsight.LanguageModel.__mro__ if kind in bases] == bases
+    with MetaDevice():
+        assert importlib.import_module("torch").ones(2).is_meta
 
 
 def test_errors_are_one_family() -> None:

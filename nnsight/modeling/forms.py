@@ -38,16 +38,16 @@ def by_name(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def id_tensor(ids: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor:
-    """Return ``ids`` as an int64 tensor ``[batch, sequence]``."""
+    """Return ``ids`` as an int64 tensor ``[batch, sequence]``, or ``[batch, choices, sequence]`` if there are choices."""
     if isinstance(ids, np.ndarray):
         ids = torch.tensor(ids.astype(np.int64) if ids.dtype.kind in "iu" else ids)
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise TypeError(f"Token ids are integers, not {ids.dtype}. Pass embeddings as `inputs_embeds=`.")
-    if ids.ndim not in {1, 2}:
+    if ids.ndim == 0:
         raise ValueError(f"Token ids are [sequence] or [batch, sequence]; the shape is {tuple(ids.shape)}.")
     if ids.numel() == 0:
         raise ValueError(f"There are no token ids in the input; its shape is {tuple(ids.shape)}.")
-    return ids.long().reshape(-1, ids.shape[-1])
+    return ids.long() if ids.ndim > 1 else ids.long().unsqueeze(0)
 
 
 def id_rows(prompts: Sequence[Any]) -> list[list[int]]:

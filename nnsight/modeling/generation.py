@@ -14,7 +14,7 @@ from ..runtime.interleaver import active_interleaver
 from ..runtime.tracer import Arguments
 
 if TYPE_CHECKING:
-    from .language import LanguageModel
+    from .transformers.model import TransformersModel
 
 
 #: Ids of a generation that says nothing about their number, with the prompt.
@@ -42,7 +42,7 @@ class Generation:
     #: Occurs once for the prompt and once for each token.
     surplus = "model.generator.streamer.output"
 
-    def __init__(self, model: LanguageModel) -> None:
+    def __init__(self, model: TransformersModel) -> None:
         self._model = model
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -67,8 +67,8 @@ class Generation:
                 "A generation with `num_beams` or `return_dict_in_generate` depends on values, and is not scanned or validated. "
                 "Leave these out, or scan= and validate=."
             )
-        ids: Any = kwargs.get("input_ids")
-        ids = kwargs["inputs_embeds"] if ids is None else ids
+        names = ("input_ids", "inputs_embeds", module.main_input_name)
+        ids: Any = next(kwargs[name] for name in names if kwargs.get(name) is not None)
         rows = ids.shape[0] * (config["num_return_sequences"] or 1)
         start = 1 if getattr(module.config, "is_encoder_decoder", False) else ids.shape[1]
         tokens = config["max_new_tokens"] or max((config["max_length"] or _LENGTH) - start, 1)
@@ -82,7 +82,13 @@ class Generation:
 
         counting = module.register_forward_pre_hook(count)
         try:
-            return self._generate(module, args, kwargs)
+            made = self._generate(module, args, kwargs)
+            if not calls:
+                raise ValueError(
+                    f"`generate` of {type(module).__name__} looks at values before it calls the model, and is not scanned or validated. "
+                    "Leave out scan= and validate=."
+                )
+            return made
         except _AllMade:
             made = torch.empty(rows, start + tokens, dtype=torch.int64, device=ids.device)
         finally:
@@ -92,19 +98,19 @@ class Generation:
 
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Generate with another module in place of the model, to see how it is called."""
+        kwargs = self._model._probed(module, kwargs)
         return module.generate(*args, **{name: value for name, value in kwargs.items() if name != "streamer"})
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Return the arguments of ``generate``: it counts positions and starts decoders itself."""
         kwargs |= kwargs.pop("generate_kwargs", None) or {}
-        given = {"position_ids", "decoder_input_ids"} & kwargs.keys()
+        given = set(kwargs)
         longest = {"max_length": kwargs["max_length"]} if kwargs.get("max_length") is not None else {}
         if longest and not kwargs.get("truncation"):  # of the tokenizer, too, where it truncates
             del kwargs["max_length"]
         args, prepared = self._model._prepare_input(*inputs, **kwargs)
         prepared |= longest
-        for name in {"position_ids", "decoder_input_ids"} - given:
-            prepared.pop(name, None)
+        self._model._without_derived(prepared, given)
         config = getattr(self._model._module, "generation_config", None)
         if getattr(config, "pad_token_id", None) is None:
             prepared.setdefault("pad_token_id", self._model._pad_id())

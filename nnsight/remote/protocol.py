@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import json
 import re
+import types
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypedDict
@@ -82,11 +83,15 @@ class ModelKey:
         repo_id: Name of the repository, or another name that the operator chose.
         revision: Branch, tag or commit; ``main`` if the key has none.
         model_class: Import path of the class. It does not choose the model.
+        task: Task of the model, of ``transformers.pipeline``; None if the key has none.
+        trust_remote_code: Whether code of the repository may run; None if the key does not say.
     """
 
     repo_id: str
     revision: str = "main"
     model_class: str = "nnsight.modeling.language.LanguageModel"
+    task: str | None = None
+    trust_remote_code: bool | None = None
 
     @classmethod
     def parse(cls, text: str) -> ModelKey:
@@ -98,19 +103,22 @@ class ModelKey:
             return cls(text)
         try:
             fields = json.loads("{" + described)
-            repo_id, revision = fields["repo_id"], fields.get("revision") or "main"
+            repo_id, revision, task = fields["repo_id"], fields.get("revision") or "main", fields.get("task")
         except (ValueError, KeyError, RecursionError):
             raise ValueError(f"The model key {text[:80]!r} has no JSON object with a `repo_id` behind its first colon.") from None
-        if not isinstance(repo_id, str) or not isinstance(revision, str):
-            raise ValueError(f"`repo_id` and `revision` of the model key {text[:80]!r} have to be strings.")
-        return cls(repo_id, revision, model_class)
+        if not isinstance(repo_id, str) or not isinstance(revision, str) or not isinstance(task, (str, types.NoneType)):
+            raise ValueError(f"`repo_id`, `revision` and `task` of the model key {text[:80]!r} have to be strings.")
+        return cls(repo_id, revision, model_class, task, bool(fields["trust_remote_code"]) if "trust_remote_code" in fields else None)
 
     def matches(self, other: ModelKey) -> bool:
         """Whether both name the same model."""
-        return (self.repo_id, self.revision) == (other.repo_id, other.revision)
+        same_task = self.task is None or other.task is None or self.task == other.task
+        return same_task and (self.repo_id, self.revision) == (other.repo_id, other.revision)
 
     def __str__(self) -> str:
-        return f"{self.model_class}:" + json.dumps({"repo_id": self.repo_id, "revision": self.revision})
+        further = {"task": self.task, "trust_remote_code": self.trust_remote_code}
+        said = {name: value for name, value in further.items() if value is not None}
+        return f"{self.model_class}:" + json.dumps({"repo_id": self.repo_id, "revision": self.revision, **said})
 
 
 def model_key_of(model: Any) -> str:
@@ -121,8 +129,9 @@ def model_key_of(model: Any) -> str:
             f"This {type(model).__name__} was not loaded by name, so servers cannot know which model it is. Name the one that is "
             "meant: `backend=RemoteBackend('name of the repository')`."
         )
-    kind = type(model)
-    return str(ModelKey(name[0], name[1], f"{kind.__module__}.{kind.__qualname__}"))
+    kind = getattr(model, "_class_in_keys", type(model))
+    further = {"task": getattr(model, "task", None), "trust_remote_code": getattr(model, "_trust_remote_code", None)}
+    return str(ModelKey(name[0], name[1], f"{kind.__module__}.{kind.__qualname__}", **further))
 
 
 def join_packet(content: Any, binary: bytes = b"") -> bytes:

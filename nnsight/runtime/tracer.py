@@ -331,7 +331,7 @@ class InterleavingTracer(RunControls, Tracer):
         """Return the arguments of the model, and the rows of each invoke."""
         with_input = [invoke for invoke in invokes if invoke.has_input]
         if with_input:
-            names: set[str] = getattr(type(self._model), "_options_of_invokes", set()) & kwargs.keys()
+            names: set[str] = getattr(self._model, "_options_of_invokes", set()) & kwargs.keys()
             for invoke in with_input:
                 invoke.kwargs = {**invoke.kwargs, **{name: kwargs[name] for name in names}}
             return self._join(model, with_input, {name: value for name, value in kwargs.items() if name not in names})

@@ -14,7 +14,7 @@ import torch
 
 from ..envoy.envoy import Envoy
 from ..modeling.forms import describe
-from ..modeling.language import _folder_or_name
+from ..modeling.huggingface import folder_or_name
 from ..modeling.mixins import MetaMixin
 from ..program.program import Program
 from ..runtime.uncompiled import leave_to_python
@@ -130,7 +130,7 @@ class VLLM(MetaMixin):
         functions = edits.get("functions", {}) if isinstance(edits, Mapping) else {}
         self.__dict__.update(_layout=layout, _functions=functions, _programs=in_graph)
         self.__dict__.update(_engine=None, _turns=None, _mode=mode, vectors=Vectors())
-        repo = _folder_or_name(repo)
+        repo = folder_or_name(repo)
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
             self._engine._runner.tree = self._tree

@@ -12,7 +12,7 @@ import transformers
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from nnsight import LanguageModel, VisionLanguageModel
+from nnsight import LanguageModel, TransformersModel, VisionLanguageModel
 
 from ..conftest import Hooks, both
 
@@ -339,3 +339,25 @@ def test_images_without_text(seeing: VisionLanguageModel, prompt: Any) -> None:
     with pytest.raises(ValueError, match="There are images and no text"):
         with seeing.trace(*prompt, images=IMAGES[0]):
             seeing.output.save()
+
+
+@both
+def test_a_model_by_its_task(compile: bool) -> None:
+    module, processor = llava()
+    model = TransformersModel(module, processor=processor, compile={"backend": "eager"})
+    assert model.task == "image-text-to-text" and model.tokenizer is processor.tokenizer and model.image_processor is None
+    assert TransformersModel(module, task="any-to-any", processor=processor).task == "any-to-any"
+    assert TransformersModel(module, tokenizer=processor.tokenizer).task == "text-generation"
+    with model.trace(QUESTION, images=IMAGES[0], compile=compile):
+        logits = model.lm_head.output.save()
+    assert torch.equal(logits, module(**alone(model, QUESTION, IMAGES[:1])).logits)
+
+    given = {"text": QUESTION, "images": IMAGES[0]}
+    options = {"max_new_tokens": 3, "do_sample": False}
+    ids = model.generate(QUESTION, images=IMAGES[0], **options)
+    assert torch.equal(model.generate(**given, generate_kwargs=options), ids)
+    assert torch.equal(model.generate("a cat", generate_kwargs=options), model.generate("a cat", **options))
+    with model.pipe(**given, **options, compile=compile) as tracer:
+        first = model.lm_head.output[:, -1].argmax(-1).save()
+        records = tracer.result.save()
+    assert records == model.pipeline(**given, **options) and first == ids[0, -3]

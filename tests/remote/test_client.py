@@ -495,7 +495,8 @@ def test_what_a_remote_trace_is_given_wrongly(here: Running, model: Any) -> None
         model.trace(PROMPT, remote=1)
     with pytest.raises(ValueError, match="not the address"):
         model.trace(PROMPT, remote="ftp://x")
-    assert model.to_model_key() == 'nnsight.modeling.language.LanguageModel:{"repo_id": "nnsight/demo", "revision": "main"}'
+    said = '{"repo_id": "nnsight/demo", "revision": "main", "task": "text-generation"}'
+    assert model.to_model_key() == f"nnsight.modeling.transformers.TransformersModel:{said}"
     nameless = nnsight.LanguageModel(model._module, model.tokenizer)
     with pytest.raises(ValueError, match="was not loaded by name"):
         nameless.trace(PROMPT, remote=True)

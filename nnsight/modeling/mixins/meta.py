@@ -10,9 +10,10 @@ that share the lazy model, such as the copies of ``edit()``, are dispatched toge
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,10 @@ _HOOK_TABLES = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
+
+
+#: ``with MetaDevice():`` makes tensors and modules on the meta device.
+MetaDevice = functools.partial(torch.device, "meta")
 
 
 class LoadingError(OSError):
@@ -143,11 +148,26 @@ class MetaMixin(LoadableMixin):
             weights.args, weights.kwargs, weights.made = (), {}, []
             weights.dispatched = True
 
+    def _change_modules(self, change: Callable[[], None]) -> None:
+        """Change modules of the model in place; a lazy one as if it had been made so, so that nothing is to be carried over."""
+        weights = self._weights
+        before = {entry.module: dict(entry.module._modules) for entry in weights.made}
+        try:
+            change()
+        finally:
+            paths = {module: path for path, module in self._module.named_modules()} if before else {}
+            for entry in weights.made:
+                entry.path, now = paths.pop(entry.module, entry.path), entry.module._modules
+                entry.children.update({name: child for name, child in now.items() if child is not before[entry.module].get(name)})
+            weights.made.extend(_ModuleAsMade.of(path, module) for module, path in paths.items())
+            for root in self._tree.replace_root(self._module):
+                root._update(self._module)
+
     def _first_module(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
         weights = self._weights
         if weights.dispatched:
             return self._load(*args, **kwargs)
-        with torch.device("meta"):
+        with MetaDevice():
             module = self._load_meta(*args, **kwargs)
         if isinstance(module, torch.nn.Module):
             weights.args, weights.kwargs = args, kwargs
@@ -198,6 +218,9 @@ class MetaMixin(LoadableMixin):
             return getattr(self._module, name)(*args, **kwargs)
 
         return call_loaded
+
+
+Meta = MetaMixin
 
 
 def _frozen(module: torch.nn.Module) -> set[str]:

@@ -29,6 +29,7 @@ from ...runtime.interleaver import Interleaver
 from ...runtime.modules.tree import ModuleTree
 from ...runtime.rows.fakes import fake_modules
 from ..counts import counts
+from ..format.errors import NotExpressibleError
 from .fake_steps import FakeSteps
 from .likeness import describe, key_of
 from .occurrences import FreshFakes, Occurrence, observed, replay, tensors_at
@@ -189,6 +190,11 @@ class FakeModel:
         self.root.__dict__["forward"] = counted
         try:
             yield
+            if not calls and steps:
+                raise NotExpressibleError(
+                    f"`generate` of {type(self.root).__name__} looks at values before it calls the model, so it cannot be recorded or "
+                    "checked on fakes: run it without `remote=` and `program=`."
+                )
         finally:
             del self.root.__dict__["forward"]
 

@@ -31,4 +31,5 @@ def load(name: str, revision: str = "main", dispatch: bool = True, **options: An
 
     if revision != "main":
         options["revision"] = revision
-    return ModelKey(name, revision), LanguageModel(name, dispatch=dispatch, **options)
+    model = LanguageModel(name, dispatch=dispatch, **options)
+    return ModelKey(name, revision, task=model.task), model

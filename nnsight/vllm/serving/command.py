@@ -62,9 +62,9 @@ def _prepare(args: Any) -> tuple[Vectors, dict[str, GraphProgram]]:
     if args.model_tag is not None:
         args.model = args.model_tag
     if args.model == "nnsight/demo":
-        from ...modeling.language import _folder_or_name
+        from ...modeling.huggingface import folder_or_name
 
-        args.model, args.served_model_name = str(_folder_or_name(args.model)), args.served_model_name or ["nnsight/demo"]
+        args.model, args.served_model_name = str(folder_or_name(args.model)), args.served_model_name or ["nnsight/demo"]
     if not args.edits and not args.programs:
         raise ValueError("--edits is missing: say which layers can be steered, as in `--edits 'model.layers.*'`; or --programs.")
     if args.slots < 1 or args.rank < 0:

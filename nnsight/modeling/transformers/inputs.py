@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-from ..runtime.tracer import Arguments
-from .forms import FORMS, all_are, by_name, describe, id_rows, id_tensor
+from ...runtime.tracer import Arguments
+from ..forms import FORMS, all_are, by_name, describe, id_rows, id_tensor
+from .fields import FIELDS, PAD_TOKEN, positions, refuse_to_share, stack
 
 logger = logging.getLogger("nnsight.modeling")
 
@@ -32,10 +32,8 @@ _TOKENIZER_EXTRAS = {
     *("special_tokens_mask", "token_type_ids"),
 }
 
-_DECODER_ROWS = {"decoder_input_ids", "decoder_attention_mask", "labels"}
-
 #: Arguments with one row per prompt, which may be given as lists.
-_ROWS = {"attention_mask", "token_type_ids", "position_ids", *_DECODER_ROWS}
+_ROWS = FIELDS.keys() - {"input_ids", "inputs_embeds", "decoder_inputs_embeds"}
 
 #: Options of tokenizers, for prompts that are text or chats, and those of chat templates.
 _CHAT_OPTIONS = {
@@ -49,14 +47,8 @@ _TEXT_OPTIONS = {
 #: The key-value cache or the recurrent state that a call continues, under the names of several releases of transformers.
 _CACHES = ("cache", "past_key_values", "cache_params")
 
-#: Arguments with one row per prompt that join the prompts of several invokes.
-_BATCH_NAMES = {"input_ids", "inputs_embeds", *_ROWS}
-
 #: The ids with which decoders begin that were given none.
 _started = WeakIdKeyDictionary()
-
-#: Target that the losses of PyTorch skip.
-_IGNORED_LABEL = -100
 
 
 class TextInput:
@@ -65,15 +57,17 @@ class TextInput:
     tokenizer: Any
     _module: torch.nn.Module
 
-    #: Arguments that are for the prompts of each invoke, if they are given to the trace.
-    _options_of_invokes = _TEXT_OPTIONS | _CHAT_OPTIONS
+    @property
+    def _options_of_invokes(self) -> set[str]:
+        """Names of arguments of a trace that are for the prompts of each of its invokes."""
+        return _TEXT_OPTIONS | _CHAT_OPTIONS
 
     def _adapt_tokenizer(self) -> None:
         """Let the tokenizer pad the way the model needs it."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return
-        side = "left" if self._is_decoder else "right"
+        side = "left" if self._is_decoder else "right" if self._is_encoder_decoder else tokenizer.padding_side
         if tokenizer.padding_side != side:
             logger.info("tokenizer set to pad on the %s for %s", side, type(self._module).__name__)
             tokenizer.padding_side = side
@@ -117,14 +111,17 @@ class TextInput:
         prepared = {} if ids is None else self._encode(ids, options)
         if any(given.get(name) is not None for name in _CACHES) and not self._is_encoder_decoder:
             prepared.pop("attention_mask", None)
-        width = 0 if ids is None else prepared["input_ids"].shape[1]
+        width = 0 if ids is None else prepared["input_ids"].shape[-1]
         for name, value in given.items():
             is_rows = name in _ROWS and value is not None
             prepared[name] = self._tensor(name, value, width) if is_rows else value
         for name in ("inputs_embeds", "decoder_inputs_embeds"):
             if getattr(prepared.get(name), "ndim", 0) == 2:  # one row
                 prepared[name] = prepared[name].unsqueeze(0)
-        _check_rows(prepared)
+        if ids is None and prepared.get("inputs_embeds") is not None and not any(given.get(name) is not None for name in _CACHES):
+            embeds = prepared["inputs_embeds"]
+            prepared.setdefault("attention_mask", torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device))
+        check_rows(prepared)
         if self._is_encoder_decoder and "decoder_input_ids" in accepted:
             self._start_decoder(prepared)
         elif "position_ids" in accepted and self._is_padded_left:
@@ -136,37 +133,41 @@ class TextInput:
             for name, value in prepared.items()
             if name in accepted or name not in optional
         }
-        if given.get("decoder_input_ids") is None and "decoder_input_ids" in arguments:
-            _started[arguments["decoder_input_ids"]] = True
         return (), arguments
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the prompts of one more invoke to those before it, padded to one rectangle."""
-        rows = next(value for name, value in kwargs.items() if name in _BATCH_NAMES).shape[0]
+        rows = next((len(value) for value in kwargs.values() if isinstance(value, torch.Tensor) and value.ndim), 1)
         if batched is None:
-            return ((), kwargs), rows
+            return (args, kwargs), rows
+        for part in (batched, (args, kwargs)):
+            refuse_to_share(part)
         joined: dict[str, Any] = {}
         for name in {**batched[1], **kwargs}:
             before, added = batched[1].get(name), kwargs.get(name)
-            if name not in _BATCH_NAMES:
-                if before is not added and before != added:
-                    raise ValueError(f"`{name}` differs between invokes: {before!r} and {added!r}. They run as one batch.")
-                joined[name] = added
-            elif before is None or added is None or (before in _started) != (added in _started):
-                raise ValueError(f"Only some of the invokes have `{name}`: they run as one batch, so all need it.")
+            if isinstance(before, torch.Tensor) or isinstance(added, torch.Tensor):
+                joined[name] = self._join(name, before, added, batched[1], kwargs)
+            elif before is not added and before != added:
+                raise ValueError(f"`{name}` differs between invokes: {before!r} and {added!r}. They run as one batch.")
             else:
-                joined[name] = self._stack(name, before, added)
-                if added in _started:
-                    _started[joined[name]] = True
+                joined[name] = added
         return ((), joined), rows
 
-    def _stack(self, name: str, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-        """Return the rows of both tensors, the shorter ones padded as ``name`` requires."""
-        if above.ndim == 1:
-            return torch.cat([above, below])
-        return pad_sequence(
-            [*above, *below], batch_first=True, padding_value=self._filler(name), padding_side=self._padding_side
-        )
+    def _join(self, name: str, before: Any, added: Any, above: Mapping[str, Any], below: Mapping[str, Any]) -> torch.Tensor:
+        """Return the rows of both tensors; a field may make up those of an invoke that has none."""
+        default = FIELDS[name].default if name in FIELDS else None
+        if default is not None and (before is None) != (added is None):
+            own_length = self._is_encoder_decoder and FIELDS[name].is_of_decoder
+            before = default(above, added, own_length) if before is None else before
+            added = default(below, before, own_length) if added is None else added
+        if before is None or added is None or (before in _started) != (added in _started):
+            raise ValueError(f"Only some of the invokes have `{name}`: they run as one batch, so all need it.")
+        if before.ndim != added.ndim:
+            raise ValueError(f"`{name}` has {before.ndim} dimensions in one invoke, and {added.ndim} in another: they run as one batch.")
+        joined = stack(before, added, self._filler(name), self._side(name))
+        if added in _started:
+            _started[joined] = True
+        return joined
 
     def _encode(self, prompts: Any, options: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Return ids and mask of ``prompts``, and token types if there are any, all ``[batch, sequence]``.
@@ -199,6 +200,8 @@ class TextInput:
             columns = self._render(prompts, options)
         else:
             refuse_options(options, "token ids")
+            if all_are(prompts, (list, tuple)) and all(row and all_are(row, (list, tuple)) for row in prompts):  # choices
+                return self._encode(torch.tensor(prompts), {})
             columns = {"input_ids": id_rows(prompts)}
         for index, row in enumerate(columns["input_ids"]):
             if len(row) == 0:
@@ -231,7 +234,7 @@ class TextInput:
     def _tensor(self, name: str, value: Any, width: int) -> torch.Tensor:
         """Return the argument ``name`` as a tensor with a row for each prompt; shorter rows are padded to the ``width`` of prompts."""
         if isinstance(value, Sequence) and value and all_are(value, (list, tuple, torch.Tensor, np.ndarray)):
-            own_length = self._is_encoder_decoder and name in _DECODER_ROWS
+            own_length = self._is_encoder_decoder and FIELDS[name].is_of_decoder
             value = self._pad(name, [list(row) for row in value], 0 if own_length else width)
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
         if tensor.ndim == 0:  # a class
@@ -240,17 +243,22 @@ class TextInput:
             return tensor
         # Labels that are not as long as the prompt are classes, one for each prompt.
         classes = name == "labels" and not self._is_encoder_decoder and len(tensor) != width
-        return tensor if classes else tensor.unsqueeze(0)
+        return tensor if classes or FIELDS[name].is_one_per_row else tensor.unsqueeze(0)
 
     def _pad(self, name: str, rows: Sequence[Sequence[int]], width: int = 0) -> torch.Tensor:
         """Return ``rows`` as a tensor as wide as the longest, or ``width``, padded as ``name`` requires."""
-        filler, side = self._filler(name), self._padding_side
+        filler, side = self._filler(name), self._side(name)
         width = max(width, *(len(row) for row in rows))
         padded = []
         for row in rows:
             padding = [filler] * (width - len(row))
             padded.append([*padding, *row] if side == "left" else [*row, *padding])
         return torch.tensor(padded)
+
+    def _side(self, name: str) -> str:
+        """Return on which side the rows of the argument ``name`` are padded."""
+        is_of_decoder = self._is_encoder_decoder and name in FIELDS and FIELDS[name].is_of_decoder
+        return "right" if is_of_decoder or name not in FIELDS else self._padding_side
 
     @property
     def _padding_side(self) -> str:
@@ -264,13 +272,12 @@ class TextInput:
             return False
         return self._is_decoder or not any(hasattr(part, "create_position_ids_from_input_ids") for part in self._module.modules())
 
-    def _filler(self, name: str) -> int:
+    def _filler(self, name: str) -> Any:
         """Return what pads the rows of the argument ``name``."""
-        if name in {"input_ids", "decoder_input_ids"}:
-            return self._pad_id()
         if name == "token_type_ids":
             return getattr(self.tokenizer, "pad_token_type_id", 0)
-        return _IGNORED_LABEL if name == "labels" else 0
+        filler = FIELDS[name].filler if name in FIELDS else 0
+        return self._pad_id() if filler is PAD_TOKEN else filler
 
     def _pad_id(self) -> int:
         """Return the id to pad with. Any that has an embedding will do, since the mask hides it."""
@@ -286,13 +293,22 @@ class TextInput:
         begun = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
         if any(prepared.get(name) is not None for name in begun):
             return
-        source = prepared.get("input_ids", prepared.get("inputs_embeds"))
+        names = ("input_ids", "inputs_embeds", getattr(self._module, "main_input_name", "input_ids"))
+        source = next((prepared[name] for name in names if prepared.get(name) is not None), None)
         owners = (self._module.config, getattr(self._module, "generation_config", None))
         names = ("decoder_start_token_id", "bos_token_id", "pad_token_id")  # T5 starts with its pad token
         found = (getattr(owner, name, None) for name in names for owner in owners)
         start = next((token for token in found if token is not None), None)
         if source is not None and start is not None:
-            prepared["decoder_input_ids"] = torch.full((source.shape[0], 1), start, device=source.device)
+            ids = prepared["decoder_input_ids"] = torch.full((source.shape[0], 1), start, device=self._input_device() or source.device)
+            _started[ids] = True
+
+    def _without_derived(self, prepared: dict[str, Any], given: set[str]) -> None:
+        """Take out positions and decoder ids that were not ``given``, but derived from the input here."""
+        if "position_ids" not in given:
+            prepared.pop("position_ids", None)
+        if "decoder_input_ids" in prepared and prepared["decoder_input_ids"] in _started:
+            del prepared["decoder_input_ids"]
 
     def _input_device(self) -> torch.device | None:
         """Return the device of the first weights; None where hooks that load the weights see to it."""
@@ -340,20 +356,21 @@ def refuse_options(options: Mapping[str, Any], form: str) -> None:
         raise ValueError(f"{names}: an option for what tokenizer or chat template make of a prompt, and this one is {form}.")
 
 
-def _check_rows(prepared: dict[str, Any]) -> None:
-    """Let single rows of token types and positions be for all prompts.
+def check_rows(prepared: dict[str, Any], count: int | None = None) -> None:
+    """Let single rows of token types and positions be for all prompts, ``count`` of them if there are no ids.
 
     Raises:
         ValueError: If another argument has not one row for each prompt.
     """
     source = prepared.get("input_ids", prepared.get("inputs_embeds"))
+    count = count if source is None else len(source)
     for name in _ROWS & prepared.keys():
         value = prepared[name]
-        if source is None or value is None or value.ndim > 2 or len(value) == len(source):
+        if count is None or value is None or value.ndim > 2 or len(value) == count:
             continue
         if len(value) != 1 or name not in ("position_ids", "token_type_ids"):
-            raise ValueError(f"`{name}` has {len(value)} rows, and there are {len(source)} prompts: it needs one row for each.")
-        prepared[name] = value.expand(len(source), -1)
+            raise ValueError(f"`{name}` has {len(value)} rows, and there are {count} prompts: it needs one row for each.")
+        prepared[name] = value.expand(count, -1)
 
 
 def _count_positions(prepared: dict[str, Any]) -> None:
@@ -362,7 +379,4 @@ def _count_positions(prepared: dict[str, Any]) -> None:
     mask = prepared.get("attention_mask")
     if prepared.get("position_ids") is not None or source is None or mask is None or mask.shape != source.shape[:2]:
         return
-    real = mask.bool()
-    is_padded_first = (real[:, 1:] >= real[:, :-1]).all(-1, keepdim=True)
-    every = torch.arange(mask.shape[1], device=mask.device)
-    prepared["position_ids"] = torch.where(is_padded_first, real.cumsum(-1) - 1, every).clamp(min=0)
+    prepared["position_ids"] = positions(mask)

@@ -12,20 +12,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
-from ..runtime.tracer import Arguments
-from .forms import all_are
-from .generation import Generation
-from .inputs import _CHAT_OPTIONS, refuse_options
-from .language import _REPOSITORY_OPTIONS, LanguageModel, _folder_or_name
-from .mixins import naming
-from .tracing import ModelTracer
+from ...runtime.tracer import Arguments
+from ..forms import all_are
+from .inputs import _CHAT_OPTIONS, TextInput, refuse_options
 
 #: Inputs of the processor beside the text.
 _MEDIA = ("images", "videos", "audio")
@@ -37,58 +31,23 @@ _TOKEN_ROWS = {"mm_token_type_ids", "token_type_ids", "image_attention_mask", "c
 _ROW_OF_IMAGES = 5
 
 
-class VisionLanguageModel(LanguageModel):
-    """A transformers model of images and text with its processor, whose internals can be read and edited while it runs.
+class MediaInput(TextInput):
+    """Turns prompts, with images or without, into the arguments of a model; a base of root envoys that have a processor, or None."""
 
-    Everything :class:`LanguageModel` takes works here too. With images the prompt is text, a list of texts or a chat, and the
-    images come as ``images=`` or inside the chat; ``trace``, ``generate`` and ``tracer.invoke`` take them. ``scan`` takes them where
-    sizes in the model do not depend on their values, such as those of a grid of patches or how many of padded images are none.
-
-    Args:
-        model: Name of a repository on the model hub, folder written by ``save_pretrained``, or a model that is loaded already.
-        processor: The processor, or the name or folder to load it from. By default that of ``model`` if ``model`` is a name.
-            A model that is loaded already has none and then takes prepared inputs only.
-        tokenizer: As for :class:`LanguageModel`; by default the processor's.
-        automodel: The class whose ``from_pretrained`` loads the model.
-        **options: All others of :class:`LanguageModel`.
-
-    Example:
-        >>> model = VisionLanguageModel("llava-hf/llava-1.5-7b-hf")
-        >>> with model.trace("<image> What is this?", images=image):
-        ...     patches = model.model.multi_modal_projector.output.save()
-        ...     logits = model.lm_head.output[:, -1].save()
-    """
-
-    def __init__(
-        self,
-        model: str | os.PathLike[str] | torch.nn.Module,
-        processor: ProcessorMixin | str | os.PathLike[str] | None = None,
-        tokenizer: PreTrainedTokenizerBase | str | os.PathLike[str] | None = None,
-        *,
-        automodel: Any = AutoModelForImageTextToText,
-        **options: Any,
-    ) -> None:
-        repository = {name: options[name] for name in _REPOSITORY_OPTIONS & options.keys()}
-        if processor is None and isinstance(model, (str, os.PathLike)):
-            processor = model
-        elif isinstance(processor, (str, os.PathLike)):
-            repository.pop("revision", None)  # another repository has revisions of its own
-        if isinstance(processor, (str, os.PathLike)):
-            with naming(processor):
-                processor = AutoProcessor.from_pretrained(_folder_or_name(processor), **repository)
-        if tokenizer is None:
-            tokenizer = getattr(processor, "tokenizer", None)
-        super().__init__(model, tokenizer, automodel=automodel, **options)
-        self.processor: Any = processor
+    processor: Any
+    #: Whether the processor is asked where there are images.
+    _reads_media: bool
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
-        """Turn prompts, with images or without, into the arguments of the model, as :class:`LanguageModel` does.
+        """Turn prompts, with images or without, into the arguments of the model, as :class:`TextInput` does.
 
         Args:
             *inputs: With images, a text, a list of texts, a chat or a list of chats; or a dict with ``text`` and ``images``.
             **kwargs: ``text`` in place of the input; ``images`` or ``image`` (and ``videos``, ``audio``), in any form that the
                 processor takes, a single image too; options of processor and chat template; all others are arguments of the model.
         """
+        if not self._reads_media:
+            return super()._prepare_input(*inputs, **kwargs)
         if inputs and isinstance(inputs[0], Mapping) and "text" in inputs[0]:
             inputs, kwargs = inputs[1:], {**inputs[0], **kwargs}
         if kwargs.get("image") is not None:
@@ -120,6 +79,8 @@ class VisionLanguageModel(LanguageModel):
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the prompts of one more invoke, and their images, to those before it."""
+        if not self._reads_media:
+            return super()._batch(batched, *args, **kwargs)
         before = {} if batched is None else batched[1]
         extra = sorted(name for name in {**before, **kwargs} if name in _TOKEN_ROWS or _is_of_media(name))
         parts = [{name: value for name, value in part.items() if name not in extra} for part in (before, kwargs)]
@@ -136,15 +97,16 @@ class VisionLanguageModel(LanguageModel):
                 joined[1][name] = _one_behind_the_other(above, below, *rows_each)
         return joined, rows
 
-    def _tracer(self, function: Any, *args: Any, **kwargs: Any) -> ModelTracer:
-        if isinstance(function, Generation):
-            function = _Generation(self)
-        return super()._tracer(function, *args, **kwargs)
-
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a copy of the model on fakes. It compares numbers of image tokens, which fakes lack, so images and text run apart."""
+        """Run a copy of the model on fakes."""
+        return module(*args, **self._probed(module, kwargs))
+
+    def _probed(self, module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a run on fakes. It compares numbers of image tokens, which fakes lack, so images are read apart."""
+        if not self._reads_media:
+            return kwargs
         _read_images(module, kwargs)
-        return module(**_without_images(kwargs))
+        return _without_images(kwargs)
 
     def _stack_tokens(self, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
         """Return rows that have one entry, or one vector, for each token."""
@@ -189,14 +151,6 @@ class VisionLanguageModel(LanguageModel):
     def _counts_positions(self) -> bool:
         """Whether the model gives positions to tokens by where they are in an image, which a mask does not tell."""
         return any(hasattr(module, "get_rope_index") for module in self._module.modules())
-
-
-class _Generation(Generation):
-    """A generation whose batch is looked at as in :meth:`VisionLanguageModel._call_on`."""
-
-    def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        _read_images(module, kwargs)
-        return super()._call_on(module, args, _without_images(kwargs))
 
 
 def _without_images(arguments: Mapping[str, Any]) -> dict[str, Any]:

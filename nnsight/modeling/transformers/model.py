@@ -1,0 +1,345 @@
+"""Models of transformers of any task, traced with the inputs of that task.
+
+A :class:`TransformersModel` keeps the preprocessors of its task next to the model: :mod:`.tasks` chooses class and preprocessors,
+:mod:`.inputs`, :mod:`.media` and :mod:`.raw` make arguments of inputs, :mod:`~nnsight.modeling.generation` runs ``generate`` and
+:mod:`.pipes` the pipeline. By default a model that is named is lazy: its architecture is made from its configuration, without weights,
+and the first run loads them; see :mod:`nnsight.modeling.mixins.meta`.
+
+Attributes of the transformers model, such as ``model.config`` and ``model.device``, are found on the wrapper.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+
+from ...envoy.envoy import Envoy
+from ...runtime.uncompiled import leave_to_python, uncompiled_itself
+from ...tracing import Backend
+from ...tracing.source import calls_for_with
+from ..forms import describe
+from ..generation import Generation
+from ..huggingface import (
+    REPOSITORY_OPTIONS,
+    HuggingFaceModel,
+    class_by_name,
+    device_of,
+    folder_or_name,
+    loading_options,
+    read_configuration,
+)
+from ..mixins import LoadingError, naming
+from . import tasks
+from .adapters import attach, detach
+from .pipes import PipelineRun
+from .raw import TaskInput
+
+logger = logging.getLogger("nnsight.modeling")
+
+
+class TransformersModel(TaskInput, HuggingFaceModel):
+    """A transformers model with the preprocessors of its task, whose internals can be read and edited while it runs.
+
+    Args:
+        model: Name of a repository on the model hub, folder written by ``save_pretrained``, or a model that is loaded already.
+            ``"nnsight/demo"`` is the small model that comes with this package.
+        task: A task of ``transformers.pipeline``, such as ``"text-generation"`` or ``"image-classification"``. It decides the class of
+            the model, the preprocessors and the form of inputs. By default that of the repository's metadata on the hub; for a folder
+            or a loaded model it follows from the class.
+        tokenizer: A preprocessor, or the name or folder to load it from. By default those that the task needs come from ``model``,
+            or from where a loaded model came from.
+        processor: Likewise.
+        image_processor: Likewise.
+        feature_extractor: Likewise.
+        peft: Repository or folder of an adapter of the package ``peft``; see :meth:`load_adapter`.
+        device: Where the whole model goes: ``"cpu"``, ``"cuda:1"``, or a number, as for ``transformers.pipeline``.
+        compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled.
+        automodel: The class whose ``from_pretrained`` loads the model, or its name in transformers. By default the first class of the
+            task that takes the configuration. One that can make no model of a configuration (``from_config``) loads at once.
+        dispatch: Load the weights at once. By default the model begins on the meta device, without weights, and the first
+            run, or :meth:`dispatch`, loads them; :meth:`scan` works without.
+        tokenizer_kwargs: Options of the tokenizer, such as ``{"truncation_side": "left"}``: for loading it, if it is loaded here,
+            and set on it afterwards.
+        **options: Passed to ``from_pretrained``, for instance ``device_map``, ``dtype`` (or ``torch_dtype``; ``"nf4"``, ``"fp4"`` and
+            ``"int8"`` quantise with bitsandbytes), ``config``, ``attn_implementation``, ``revision`` and ``trust_remote_code``; except
+            ``rename`` and ``envoys``, which are those of :class:`NNsight`.
+
+    Attributes:
+        tokenizer: The tokenizer, or None; likewise ``processor``, ``image_processor``, ``feature_extractor`` and ``video_processor``.
+            Padding has to fit the model, so ``padding_side`` of the tokenizer is set to "left" for decoders and to "right" for
+            encoder-decoders, and a missing pad token becomes the end-of-sequence token. A tokenizer that was passed in is
+            changed, too; what is set on it later is respected.
+        dispatched: Whether the weights are loaded.
+
+    Raises:
+        TypeError: If ``model`` is neither a name nor a module, or is a module with options for loading it.
+        ValueError: If the task is unknown, or has no class for this model.
+        LoadingError: If the configuration, or later the weights, cannot be read. It is an ``OSError``.
+
+    Example:
+        >>> model = TransformersModel("nnsight/demo", task="text-generation")
+        >>> with model.trace("The Eiffel Tower is in the city of"):
+        ...     hidden = model.transformer.h[2].output.save()
+        ...     logits = model.lm_head.output[:, -1].save()
+        >>> model.tokenizer.decode(logits.argmax(dim=-1))
+        ' Paris'
+    """
+
+    #: The task of a subclass.
+    _own_task: str | None = None
+    _adapter: str | os.PathLike[str] | None
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | torch.nn.Module,
+        *,
+        task: str | None = None,
+        tokenizer: Any = None,
+        processor: Any = None,
+        image_processor: Any = None,
+        feature_extractor: Any = None,
+        peft: str | os.PathLike[str] | None = None,
+        device: Any = None,
+        compile: bool | str | dict[str, Any] = False,
+        automodel: Any = None,
+        dispatch: bool = False,
+        tokenizer_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        task = self._own_task if task is None else tasks.resolved(task)
+        if options.get("revision", "") is None:
+            del options["revision"]
+        where: Any = model
+        if isinstance(model, (str, os.PathLike)):
+            options = loading_options({**options, "device": device})
+            task, automodel = self._chosen(model, task, class_by_name(automodel), options)
+            makes_from_config = hasattr(automodel, "from_config") or hasattr(automodel, "_from_config")
+            options |= {"automodel": automodel, "dispatch": dispatch or not makes_from_config}
+        elif isinstance(model, torch.nn.Module):
+            task = task or tasks.task_of_module(model, processor)
+            where = getattr(model, "name_or_path", None) or None
+            if device is not None:
+                model.to(device_of(device))
+        else:
+            raise TypeError(f"A model is a name, a folder or a torch.nn.Module, not {describe(model)}.")
+        self.__dict__.update(_task=task, _adapter=None if isinstance(model, torch.nn.Module) else peft)
+        super().__init__(model, compile=compile, **options)
+        if not isinstance(model, torch.nn.Module):
+            self.__dict__["_repository"] = (os.fspath(model), options.get("revision") or "main")
+            self.__dict__["_trust_remote_code"] = options.get("trust_remote_code")
+        given = {"tokenizer": tokenizer, "processor": processor, "image_processor": image_processor, "feature_extractor": feature_extractor}
+        repository = {name: options[name] for name in REPOSITORY_OPTIONS & options.keys()}
+        self._load_preprocessors(given, where, repository, tokenizer_kwargs or {})
+        if peft is not None and isinstance(model, torch.nn.Module):
+            self.load_adapter(peft)
+
+    def _chosen(self, model: str | os.PathLike[str], task: str | None, automodel: Any, options: dict[str, Any]) -> tuple[str, Any]:
+        """Return the task and the class of a model that is named."""
+        if task is None or automodel is None:
+            name = folder_or_name(model)
+            with naming(model):
+                config, _ = read_configuration(name, dict(options))
+            task = task or tasks.task_of_repository(name, config, options.get("token"))
+            automodel = automodel or tasks.model_class(task, config)
+        return task, automodel
+
+    def _load_preprocessors(self, given: dict[str, Any], where: Any, repository: dict[str, Any], of_tokenizer: dict[str, Any]) -> None:
+        """Set the attributes of preprocessors to those that are ``given``, by name or as objects, and to those the task needs."""
+        wanted = tasks.preprocessors_of(self.task)
+        named = "_repository" in self.__dict__
+        for attribute in ("processor", "tokenizer", "image_processor", "feature_extractor", "video_processor"):
+            found = given.get(attribute)
+            options = dict(repository)
+            if attribute == "tokenizer":
+                options |= of_tokenizer
+                if found is None and self.processor is not None:
+                    found = getattr(self.processor, "tokenizer", None)
+            if isinstance(found, (str, os.PathLike)):
+                if where is not found:
+                    options.pop("revision", None)  # another repository has revisions of its own
+                found = tasks.load_preprocessor(attribute, found, options)
+            elif found is None and attribute in wanted and where is not None:
+                try:
+                    found = tasks.load_preprocessor(attribute, where, options)
+                except (LoadingError, ImportError) as error:
+                    if named and wanted[attribute]:
+                        raise
+                    logger.info("no %s was found in %r: %s", attribute, where, error)
+            self.__dict__[attribute] = found
+        self._adapt_tokenizer()
+        if of_tokenizer and self.tokenizer is None:
+            raise TypeError("tokenizer_kwargs= are for a tokenizer, and there is none: pass one by `tokenizer=`.")
+        for name, value in of_tokenizer.items():
+            setattr(self.tokenizer, name, value)
+
+    def _load(self, *args: Any, **options: Any) -> torch.nn.Module:
+        return self._adapted(super()._load(*args, **options))
+
+    def _load_meta(self, *args: Any, **options: Any) -> torch.nn.Module:
+        return self._adapted(super()._load_meta(*args, **options))
+
+    def _adapted(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Return ``module`` with the adapter in it, if there is one."""
+        if self._adapter is not None:
+            attach(module, self._adapter)
+        return module
+
+    def load_adapter(self, adapter: str | os.PathLike[str] | None) -> None:
+        """Attach an adapter of the package ``peft`` in place of the one there is; None takes that out. It works before and after loading.
+
+        Paths of modules stay; an adapted module holds the original as ``base_layer``.
+
+        Args:
+            adapter: Repository or folder that peft's ``save_pretrained`` wrote.
+
+        Raises:
+            ValueError: If the adapter changes prompts and no modules, or its weights do not fit.
+            ImportError: If ``peft`` is not installed.
+        """
+
+        def change() -> None:
+            if self._adapter is not None:
+                detach(self._module)
+            self.__dict__["_adapter"] = None
+            if adapter is not None:
+                attach(self._module, adapter)
+            self.__dict__["_adapter"] = adapter
+
+        self._change_modules(change)
+
+    @property
+    def task(self) -> str:  # type: ignore[override]
+        """The task, a name of ``transformers.pipeline`` that is no alias."""
+        return str(self.__dict__["_task"])
+
+    @property
+    def attn_implementation(self) -> str | None:
+        """How attention is computed, such as ``"sdpa"``."""
+        return getattr(self._module.config, "_attn_implementation", None)
+
+    @property
+    def pipeline(self) -> Any:
+        """The pipeline of the task, of transformers, with this model and its preprocessors; blocks and edits do not see what it runs."""
+        made = self.__dict__.get("_pipeline")
+        device = getattr(self._module, "device", torch.device("cpu"))
+        if made is None:
+            names = ("tokenizer", "image_processor", "feature_extractor", "video_processor", "processor")
+            parts = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+            side = getattr(self.tokenizer, "padding_side", None)
+            where = {} if hasattr(self._module, "hf_device_map") else {"device": device}
+            try:
+                made = tasks.pipeline_class(self.task)(model=self._module, task=self.task, **parts, **where)
+            except AttributeError as error:  # of a missing part; as it is, Python would look for the property in the module
+                raise RuntimeError(f"The pipeline of the task {self.task!r} could not be made: {error}") from error
+            if self.tokenizer is not None:
+                self.tokenizer.padding_side = side  # some pipelines set it
+            self.__dict__["_pipeline"] = made
+        made.model, made.device = self._module, device
+        return made
+
+    @property
+    def _class_in_keys(self) -> type:
+        return TransformersModel
+
+    @classmethod
+    def _options_of_key(cls, key: Any) -> dict[str, Any]:
+        options = super()._options_of_key(key)
+        further = {"task": key.task if cls._own_task is None else None, "trust_remote_code": key.trust_remote_code}
+        return options | {name: value for name, value in further.items() if value is not None}
+
+    # -- other runs than the forward pass ----------------------------------------------------------------------
+
+    @uncompiled_itself
+    def generate(
+        self,
+        *inputs: Any,
+        compile: bool | str | None = None,
+        backend: Backend | None = None,
+        remote: bool | str = False,
+        blocking: bool = True,
+        scan: bool = False,
+        validate: bool = False,
+        program: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Generate text: as a context manager with a block that runs along, as a plain call without.
+
+        In the block every location occurs once for each token; ``tracer.iter`` and ``next()`` choose among the
+        occurrences. ``tracer.result``, and ``model.generator.output``, is what ``generate`` of transformers returns.
+
+        Args:
+            *inputs: The prompts, in any form that :meth:`trace` takes.
+            compile: As in :meth:`trace`.
+            backend: Likewise.
+            remote: Likewise, for blocks only.
+            blocking: Likewise.
+            scan: Likewise. On fakes as many tokens are made as there may be.
+            validate: Likewise.
+            program: Likewise.
+            **kwargs: Those of transformers' ``generate``, such as ``max_new_tokens``.
+
+        Returns:
+            In a ``with`` header the tracer. Else what ``generate`` of transformers returns: token ids with the prompt,
+            int64 ``[batch, sequence]``, unless it was asked for more.
+        """
+        leave_to_python("model.generate(...)")
+        generation = Generation(self)
+        backend = self._remote_backend(remote, backend, blocking)
+        if calls_for_with(sys._getframe(1)):
+            if program:
+                backend = self._program_backend(generation, backend)
+            return self._tracer(generation, inputs, kwargs, compile, backend, scan=scan, validate=validate)
+        if scan or validate or program:
+            raise ValueError("generate(scan=..., validate=..., program=...) needs a block: `with model.generate(...) as tracer:`.")
+        if remote is not False:
+            raise ValueError("generate(remote=...) needs a block: `with model.generate(...) as tracer: out = tracer.result.save()`.")
+        return self._run_plainly(generation, inputs, kwargs, compile)
+
+    @uncompiled_itself
+    def pipe(self, *inputs: Any, compile: bool | str | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
+        """Run the whole pipeline of the task: as a context manager with a block that runs along, as a plain call without.
+
+        In the block every location occurs once for each forward pass that the pipeline makes. ``tracer.result`` is what it returns.
+        Several invokes with texts are one batch.
+
+        Args:
+            *inputs: At most one: what the pipeline takes. A list of texts runs as one batch, unless ``batch_size`` is given.
+            compile: As in :meth:`trace`.
+            backend: Likewise.
+            **kwargs: Those of the pipeline, such as ``top_k``, ``candidate_labels`` and ``max_new_tokens``.
+
+        Returns:
+            In a ``with`` header the tracer. Else what the pipeline returns: records such as ``[{"generated_text": ...}]``.
+
+        Raises:
+            NotImplementedError: If there are several invokes, and an input is no text or the task splits it.
+
+        Example:
+            >>> with model.pipe("The Eiffel Tower is in the city of", max_new_tokens=1, do_sample=False) as tracer:
+            ...     hidden = model.transformer.h[2].output.save()
+            ...     records = tracer.result.save()
+        """
+        leave_to_python("model.pipe(...)")
+        for name in ("remote", "scan", "validate", "program"):
+            if kwargs.pop(name, None):
+                raise ValueError(f"pipe takes no {name}=: a pipeline is Python, and runs here.")
+        run = PipelineRun(self)
+        if calls_for_with(sys._getframe(1)):
+            return self._tracer(run, inputs, kwargs, compile, backend)
+        return self._run_plainly(run, inputs, kwargs, compile)
+
+    @functools.cached_property
+    def generator(self) -> Envoy:
+        """What :meth:`generate` produces: ``.output`` is its result, ``.streamer.output`` the ids as they come."""
+        module = torch.nn.Module()
+        module.streamer = torch.nn.Module()
+        return Envoy(module, path="model.generator", tree=self._tree)
+
+
+#: Where scripts and servers find the class.
+TransformersModel.__module__ = "nnsight.modeling.transformers"

@@ -1,0 +1,47 @@
+"""Models that read images and text."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerBase, ProcessorMixin
+
+from .language import LanguageModel
+
+
+class VisionLanguageModel(LanguageModel):
+    """A transformers model of images and text with its processor, whose internals can be read and edited while it runs.
+
+    Everything :class:`LanguageModel` takes works here too. With images the prompt is text, a list of texts or a chat, and the
+    images come as ``images=`` or inside the chat; ``trace``, ``generate`` and ``tracer.invoke`` take them. ``scan`` takes them where
+    sizes in the model do not depend on their values, such as those of a grid of patches or how many of padded images are none.
+
+    Args:
+        model: Name of a repository on the model hub, folder written by ``save_pretrained``, or a model that is loaded already.
+        processor: The processor, or the name or folder to load it from. By default that of ``model``. A model without one takes
+            prepared inputs only.
+        tokenizer: As for :class:`LanguageModel`; by default the processor's.
+        automodel: The class whose ``from_pretrained`` loads the model.
+        **options: All others of :class:`TransformersModel`.
+
+    Example:
+        >>> model = VisionLanguageModel("llava-hf/llava-1.5-7b-hf")
+        >>> with model.trace("<image> What is this?", images=image):
+        ...     patches = model.model.multi_modal_projector.output.save()
+        ...     logits = model.lm_head.output[:, -1].save()
+    """
+
+    _own_task = "image-text-to-text"
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | torch.nn.Module,
+        processor: ProcessorMixin | str | os.PathLike[str] | None = None,
+        tokenizer: PreTrainedTokenizerBase | str | os.PathLike[str] | None = None,
+        *,
+        automodel: Any = AutoModelForImageTextToText,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, tokenizer, processor=processor, automodel=automodel, **options)

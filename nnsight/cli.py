@@ -32,7 +32,30 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nnsight", description="An intervention compiler for PyTorch models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="run programs of others on models here (docs/serving.md)")
+    _add_serve(commands.add_parser("serve", help="run programs of others on models here (docs/serving.md)"))
+
+    vllm = commands.add_parser("vllm", help="vLLM's server, with edits (docs/vllm.md)")
+    vllm.add_argument("command", choices=["serve"], help="`nnsight vllm serve --help` shows the options")
+
+    keys = commands.add_parser("keys", help="who may use a server").add_subparsers(required=True, metavar="COMMAND")
+    add = keys.add_parser("add", help="make a key and print it, this once")
+    listing = keys.add_parser("list", help="print names and limits")
+    remove = keys.add_parser("remove", help="withdraw a key")
+    for command in (add, listing, remove):
+        command.add_argument("file", type=Path)
+    for command in (add, remove):
+        command.add_argument("--name", required=True, help="whose key it is")
+    add.add_argument("--queue", type=int, help="how many jobs may wait or run at a time")
+    add.add_argument("--bytes", type=int, help="how long a payload may be")
+    add.add_argument("--seconds", type=float, help="how long a job may run")
+    add.set_defaults(run=_add_key)
+    listing.set_defaults(run=_list_keys)
+    remove.set_defaults(run=_remove_key)
+    return parser
+
+
+def _add_serve(serve: argparse.ArgumentParser) -> None:
+    """Give the command `serve` its options."""
     serve.add_argument("models", nargs="+", metavar="MODEL", help="name or folder of a language model, or nnsight/demo")
     serve.add_argument("--revision", default="main", help="branch, tag or commit (default: main)")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
@@ -74,25 +97,6 @@ def _parser() -> argparse.ArgumentParser:
         "--replica-gpus", type=float, metavar="N", help="with --ray, accelerators of a replica (default: 0)"
     )
     serve.set_defaults(run=_serve)
-
-    vllm = commands.add_parser("vllm", help="vLLM's server, with edits (docs/vllm.md)")
-    vllm.add_argument("command", choices=["serve"], help="`nnsight vllm serve --help` shows the options")
-
-    keys = commands.add_parser("keys", help="who may use a server").add_subparsers(required=True, metavar="COMMAND")
-    add = keys.add_parser("add", help="make a key and print it, this once")
-    listing = keys.add_parser("list", help="print names and limits")
-    remove = keys.add_parser("remove", help="withdraw a key")
-    for command in (add, listing, remove):
-        command.add_argument("file", type=Path)
-    for command in (add, remove):
-        command.add_argument("--name", required=True, help="whose key it is")
-    add.add_argument("--queue", type=int, help="how many jobs may wait or run at a time")
-    add.add_argument("--bytes", type=int, help="how long a payload may be")
-    add.add_argument("--seconds", type=float, help="how long a job may run")
-    add.set_defaults(run=_add_key)
-    listing.set_defaults(run=_list_keys)
-    remove.set_defaults(run=_remove_key)
-    return parser
 
 
 def _serve(parsed: argparse.Namespace) -> None:

@@ -271,7 +271,7 @@ def test_a_scan_of_a_pipeline(family: str) -> None:
     with pytest.raises(RuntimeError, match="broadcast"):
         with model.trace(CAT, validate=True, **options):
             model.get(name).output[0] + torch.zeros(77)
-    with model.trace(CAT, validate=True, seed=0, output_type="np", **options):
+    with model.generate(CAT, validate=True, scan=True, seed=0, num_inference_steps=1, output_type="np", **options):
         image = model.output.images[0].save()
     np.testing.assert_allclose(image, reference(pipeline, CAT, num_inference_steps=1, output_type="np", **options).images[0], atol=1e-5)
 
@@ -282,6 +282,19 @@ def test_invokes_with_prompts_and_with_tensors(model: DiffusionModel) -> None:
             with tracer.invoke(CAT):
                 model.unet.output  # noqa: B018
             with tracer.invoke(*step_inputs(1)):
+                model.unet.output  # noqa: B018
+
+
+def test_a_step_can_be_a_program_and_a_pipeline_cannot(model: DiffusionModel, pipeline: Any) -> None:
+    inputs = step_inputs(2)
+    with model.trace(*inputs, program=True, compile=False):
+        model.unet.mid_block.output *= 2
+        result = model.unet.output.sample.save()
+    with hooked(pipeline.unet.mid_block, lambda output: output * 2):
+        assert torch.equal(result, pipeline.unet(*inputs).sample)
+    for options in ({"program": True}, {"remote": "local"}):
+        with pytest.raises(ValueError, match="A run of a pipeline is Python, and cannot be sent or recorded"):
+            with model.trace(CAT, **options):
                 model.unet.output  # noqa: B018
 
 
@@ -356,6 +369,8 @@ def test_a_pipeline_without_prompts() -> None:
     generators = [torch.Generator().manual_seed(seed) for seed in (4, 5)]
     assert prediction.shape == (2, 3, 8, 8)
     assert np.array_equal(images, pipeline(2, generators, num_inference_steps=1, output_type="np").images)
+    with model.trace():
+        assert model.unet.output[0].shape == (1, 3, 8, 8)
     with pytest.raises(ValueError, match="Several invokes need prompts"), model.trace() as tracer:
         for _ in range(2):
             with tracer.invoke(batch_size=1):

@@ -23,7 +23,7 @@ from ..mixins import MetaMixin, naming
 from ..tracing import ModelTracer
 from .building import build, loader_of
 from .module import Diffuser
-from .run import ROWS, PipelineRun
+from .run import NOT_RECORDED, ROWS, PipelineRun
 
 if TYPE_CHECKING:
     from ...fx.driver import CompiledDriver
@@ -96,7 +96,15 @@ class DiffusionModel(MetaMixin):
     # -- running -------------------------------------------------------------------------------------------------
 
     @uncompiled_itself
-    def generate(self, *inputs: Any, compile: bool | str | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
+    def generate(
+        self,
+        *inputs: Any,
+        compile: bool | str | None = None,
+        backend: Backend | None = None,
+        scan: bool = False,
+        validate: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Make images: as a context manager with a block that runs along, as a plain call without.
 
         In the block every location of the denoiser occurs once for each step. ``tracer.result`` is what the pipeline returns.
@@ -107,6 +115,8 @@ class DiffusionModel(MetaMixin):
             *inputs: At most one: the prompt, or a list of prompts.
             compile: Whether the denoising steps run compiled; by default as chosen with :meth:`compile`.
             backend: Where the block runs; in this process by default.
+            scan: As in :meth:`trace`, for blocks only. On fakes images are black.
+            validate: Likewise.
             **kwargs: Those of the pipeline, such as ``num_inference_steps``, ``guidance_scale``, ``negative_prompt``, ``image``,
                 ``generator`` and ``output_type``; and ``seed``: image ``i`` gets a generator with the seed ``seed + i``, counted over
                 prompts and the images of each, unless there is a ``generator``.
@@ -115,17 +125,14 @@ class DiffusionModel(MetaMixin):
             In a ``with`` header the tracer. Else what the pipeline returns, with ``images``.
         """
         leave_to_python("model.generate(...)")
-        _refuse_elsewhere(kwargs)
+        if kwargs.pop("remote", False) or kwargs.pop("program", False):
+            raise ValueError(NOT_RECORDED)
         generation = PipelineRun(self)
         if calls_for_with(sys._getframe(1)):
-            return self._tracer(generation, inputs, kwargs, compile, backend)
+            return self._tracer(generation, inputs, kwargs, compile, backend, scan=scan, validate=validate)
+        if scan or validate:
+            raise ValueError("generate(scan=..., validate=...) needs a block: `with model.generate(...) as tracer:`.")
         return self._run_plainly(generation, inputs, kwargs, compile)
-
-    def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the pipeline on a prompt, or the denoiser on tensors, with a block; see the class and :meth:`NNsight.trace`."""
-        if not self._module._is_step(args, kwargs):
-            _refuse_elsewhere(kwargs)
-        return super().trace(*args, **kwargs)
 
     @uncompiled_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -162,8 +169,10 @@ class DiffusionModel(MetaMixin):
     def _driver(self, compile: bool | str | None, function: Any = None) -> Driver:
         return super()._driver(compile, function or PipelineRun(self, "trace"))
 
-    def _tracer(self, *args: Any, **options: Any) -> ModelTracer:
-        made = super()._tracer(*args, **options)
+    def _tracer(self, function: Any, args: Any, kwargs: Any, *others: Any, **options: Any) -> ModelTracer:
+        if not args and not kwargs and "prompt" not in self._module._arguments:
+            kwargs = {"return_dict": True}  # there need not be an input
+        made = super()._tracer(function, args, kwargs, *others, **options)
         made.pace = f"{self._tree.path}.{self._module._denoiser_name}.output"
         return made
 
@@ -180,12 +189,3 @@ class DiffusionModel(MetaMixin):
 
     def _scan_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return PipelineRun(self, "trace")._scan_on(module, args, kwargs)
-
-
-def _refuse_elsewhere(kwargs: dict[str, Any]) -> None:
-    """Raise if a run of the pipeline is asked for as data."""
-    if kwargs.get("remote") or kwargs.get("program"):
-        raise ValueError(
-            "A run of a pipeline is Python, and cannot be sent or recorded: leave out `remote=` and `program=`. A trace of the denoiser "
-            "on tensors can be recorded: `model.trace(sample, timestep, encoder_hidden_states=..., program=True)`."
-        )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from ...runtime.interleaver import active_interleaver
 from ...runtime.rows.batching import RowSequence
 from ...runtime.tracer import Arguments
 from .images import RowList
@@ -36,6 +37,11 @@ _WITHOUT_ROWS = {"img_ids", "txt_ids", "image_rotary_emb", "controlnet_cond"}
 
 #: Arguments of pipelines for a certain task, and the class that loads one.
 _OF_TASKS = {"image": "AutoPipelineForImage2Image", "strength": "AutoPipelineForImage2Image", "mask_image": "AutoPipelineForInpainting"}
+
+NOT_RECORDED = (
+    "A run of a pipeline is Python, and cannot be sent or recorded: leave out `remote=` and `program=`. A trace of the denoiser on "
+    "tensors can be: `model.trace(sample, timestep, encoder_hidden_states=..., program=True)`."
+)
 
 #: How many images a pipeline makes for each prompt.
 _PER_PROMPT = re.compile(r"^num_\w+_per_prompt$")
@@ -110,6 +116,9 @@ class PipelineRun:
                     "`model.trace(...)` with them."
                 )
             return inputs, kwargs
+        run = active_interleaver()
+        if run is not None and run.recorder is not None:
+            raise ValueError(NOT_RECORDED)
         if len(inputs) > 1:
             raise TypeError(f"A pipeline takes one input, not {len(inputs)}. Pass several prompts as a list, and other arguments by name.")
         accepted = module._arguments

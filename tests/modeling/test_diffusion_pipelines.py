@@ -176,6 +176,23 @@ def test_rows_of_invokes(family: str, compile: bool) -> None:
 
 
 @slow
+@pytest.mark.parametrize("scheduler", ["DDPM", "EulerAncestralDiscrete", "DPMSolverMultistep", "LCM", "HeunDiscrete", "UniPCMultistep"])
+def test_rows_with_other_schedulers(scheduler: str) -> None:
+    """Those that look for values of the timesteps run on fakes, too."""
+    options = {"num_train_timesteps": 100, "steps_offset": 1, **({"clip_sample": False} if scheduler == "DDPM" else {})}
+    pipeline = stable_diffusion(scheduler=getattr(diffusers, f"{scheduler}Scheduler")(**options))
+    model = DiffusionModel(pipeline)
+    with model.generate(num_inference_steps=3, seed=0, output_type="pt") as tracer:
+        with tracer.invoke(CAT):
+            one = tracer.result.images.save()
+        with tracer.invoke(DOG):
+            size = model.unet.output[0].shape.save()
+            two = tracer.result.images.save()
+    assert size == (2, 4, 8, 8)
+    assert torch.equal(torch.cat([one, two]), reference(pipeline, [CAT, DOG]).images)
+
+
+@slow
 @families
 def test_one_capture_serves_all_steps(family: str) -> None:
     build, options = FAMILIES[family]

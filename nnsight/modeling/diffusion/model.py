@@ -22,8 +22,8 @@ from ..component import Subtree
 from ..mixins import MetaMixin, naming
 from ..tracing import ModelTracer
 from .building import build, loader_of
-from .module import Diffuser
-from .run import NOT_RECORDED, ROWS, PipelineRun
+from .module import ROWS, Diffuser
+from .run import NOT_RECORDED, PipelineRun
 
 if TYPE_CHECKING:
     from ...fx.driver import CompiledDriver

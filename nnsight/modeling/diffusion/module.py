@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ...runtime.interleaver import active_interleaver
 from .images import RowList, make_classes, with_rows
+
+#: Which prompt each row belongs to: an argument of our own, by which the number of prompts can be varied. No pipeline takes it.
+ROWS = "prompt_rows"
 
 #: Names of the component that denoises.
 _DENOISERS = ("unet", "transformer")
@@ -47,6 +51,8 @@ class Diffuser(torch.nn.Module):
         """Run the pipeline, or one denoising step if the input is the denoiser's."""
         if self._is_step(args, kwargs):
             return self._modules[self._denoiser_name](*args, **kwargs)  # type: ignore[misc]
+        if ROWS in kwargs:
+            raise TypeError(f"{type(self.pipeline).__name__} takes no argument `{ROWS}`.")
         plain = {name: list(value) if isinstance(value, RowList) else value for name, value in kwargs.items()}
         output = self.pipeline(*args, **plain)
         return output if active_interleaver() is None else with_rows(output)
@@ -103,7 +109,7 @@ class Diffuser(torch.nn.Module):
 
 
 def _with_values(scheduler: Any) -> Any:
-    """Return a copy of a scheduler that makes its steps outside of the fake mode."""
+    """Return a copy of a scheduler that sets its timesteps outside of the fake mode, and whose steps look for no values among them."""
     with unset_fake_temporarily():
         made = copy.deepcopy(scheduler)
     set_timesteps = made.set_timesteps
@@ -112,10 +118,16 @@ def _with_values(scheduler: Any) -> Any:
     def outside(*args: Any, **kwargs: Any) -> None:
         with unset_fake_temporarily():
             set_timesteps(*args, **kwargs)
-        if hasattr(made, "set_begin_index"):  # else it looks for the step among its values
+        if hasattr(made, "set_begin_index"):
             made.set_begin_index(0)
 
-    made.set_timesteps = outside
+    @functools.wraps(made.step)
+    def step(model_output: Any, timestep: Any, sample: Any, *_: Any, return_dict: bool = True, **__: Any) -> Any:
+        names = ("prev_sample", "pred_original_sample", "denoised")
+        stepped = sample + model_output.narrow(1, 0, sample.shape[1])  # there may be variances behind
+        return types.SimpleNamespace(**dict.fromkeys(names, stepped)) if return_dict else (stepped,) * len(names)
+
+    made.set_timesteps, made.step = outside, step
     return made
 
 

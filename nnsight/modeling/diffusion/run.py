@@ -17,13 +17,11 @@ from ...runtime.interleaver import active_interleaver
 from ...runtime.rows.batching import RowSequence
 from ...runtime.tracer import Arguments
 from .images import RowList
+from .module import ROWS
 
 if TYPE_CHECKING:
     from .model import DiffusionModel
     from .module import Diffuser
-
-#: Which prompt each row belongs to; an argument of our own, by which the number of prompts can be varied.
-ROWS = "prompt_rows"
 
 _TRACE, _CALL, _GENERATE = "trace", "call", "generate"
 

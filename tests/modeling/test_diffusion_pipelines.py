@@ -260,9 +260,14 @@ def test_a_component_by_itself(model: DiffusionModel, pipeline: Any, compile: bo
     with hooked(pipeline.unet.mid_block, torch.zeros_like):
         expected = pipeline.unet(sample, timestep, prompt).sample
     assert torch.equal(result, expected)
-    with model.trace(sample=sample, timestep=timestep, encoder_hidden_states=prompt, compile=compile):
-        model.unet.mid_block.output[:] = 0
-        assert torch.equal(model.output.sample, expected)
+    for given in ((sample, timestep, prompt), ()):
+        by_name = {} if given else {"sample": sample, "timestep": timestep, "encoder_hidden_states": prompt}
+        with model.trace(*given, **by_name, compile=compile) as tracer:
+            model.unet.mid_block.output[:] = 0
+            result = model.output.sample.save()
+        assert tracer.report.mode == ("compiled" if compile else "eager")
+        assert torch.equal(result, expected)
+    assert torch.equal(DiffusionModel(pipeline)(sample, timestep, prompt).sample, pipeline.unet(sample, timestep, prompt).sample)
     with model.vae.decoder.trace(sample, compile=compile) as tracer:
         image = tracer.result.save()
     assert torch.equal(image, pipeline.vae.decoder(sample))

@@ -9,6 +9,7 @@ import os
 import signal
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -248,7 +249,9 @@ class Hooks:
 
         return function
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Have the hooks on the model, for calls of other kinds."""
         handles = []
         for kind, path, function in self._hooks:
             module = self.model.get_submodule(path)
@@ -261,10 +264,14 @@ class Hooks:
                     )
                 )
         try:
-            return self.model(*args, **kwargs)
+            yield
         finally:
             for handle in handles:
                 handle.remove()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.installed():
+            return self.model(*args, **kwargs)
 
 
 @pytest.fixture

@@ -490,11 +490,19 @@ class Mistakes(Models):
         with VisionLanguageModel(*llava()).trace("what is this ?", images=IMAGES[0], compile=False):
             pass
 
-    def prompt_for_a_step(self) -> None:
-        from .modeling.test_diffusion import build
+    def tensors_for_a_pipeline(self) -> None:
+        from .modeling.pipelines import stable_diffusion
 
-        with DiffusionModel(build()).trace("a cat", compile=False):
+        DiffusionModel(stable_diffusion()).generate(torch.ones(1, 4, 8, 8))
+
+    def image_for_a_text_pipeline(self) -> None:
+        from .modeling.pipelines import stable_diffusion
+
+        with DiffusionModel(stable_diffusion()).trace("a cat", strength=0.5):
             pass
+
+    def no_class_of_pipelines(self) -> None:
+        DiffusionModel("nowhere", automodel="StableDifusionPipeline")
 
     def no_operation(self) -> None:
         self.layers[0].source.torch_tan_0  # noqa: B018

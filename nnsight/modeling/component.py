@@ -14,6 +14,7 @@ import torch
 
 from ..envoy.envoy import Envoy
 from ..runtime.interleaver import active_interleaver
+from ..runtime.modules.attached import Attached
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.tracer import Driver
 from ..tracing import Backend
@@ -31,6 +32,25 @@ class Subtree:
         self.whole = whole
         self.path = path
         self._known: tuple[int, torch.nn.Module] | None = None
+        self._version = 0
+        self._seen = -1  # the version of the whole that this was found out for
+        self._modules: dict[torch.nn.Module, str] = {}
+        self._attached = Attached(())
+
+    @property
+    def version(self) -> int:
+        """Grows whenever the modules of this part, or what is attached to them, have changed; changes elsewhere are of no concern."""
+        seen = self.whole.version
+        if seen != self._seen:
+            below = f"{self.path}."
+            modules = {module: path for module, path in self.whole.paths.items() if f"{path}.".startswith(below)}
+            if modules != self._modules:
+                self._modules, self._attached = modules, Attached(modules)
+                self._version += 1
+            elif self._attached.changed():
+                self._version += 1
+            self._seen = seen
+        return self._version
 
     @property
     def root(self) -> torch.nn.Module:

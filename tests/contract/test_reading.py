@@ -8,24 +8,12 @@ import pytest
 import torch
 
 import nnsight
-from nnsight import LanguageModel, NNsight
+from nnsight import LanguageModel
 
-from ..conftest import Rows, both, same
+from ..conftest import both, same
 from .guide import LAYERS, PARIS, WIDTH, encoded, hooked, ids, zero_hidden
 
 # -- values -----------------------------------------------------------------------------------------------------------
-
-
-@both
-def test_any_module_is_traced(compile: bool) -> None:
-    net = torch.nn.Sequential(torch.nn.Linear(5, 10), torch.nn.Linear(10, 2))
-    x = torch.rand(1, 5)
-    wrapped = NNsight(net, compile={"backend": "eager"})
-    with wrapped.trace(x, compile=compile):
-        middle = wrapped[0].output.save()
-        out = wrapped.output.save()
-    same(middle, net[0](x))
-    same(out, net(x))
 
 
 @both
@@ -188,40 +176,6 @@ def test_one_input_is_one_invoke(model: Any, compile: bool) -> None:
         with tracer.invoke(ids()):
             long = model.output.save()
     same((short, long), (model._module(ids()),) * 2)
-
-
-@both
-def test_bodies_run_to_their_first_access_before_the_model_starts(compile: bool) -> None:
-    events: list[str] = []
-
-    class Loud(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if type(x) is torch.Tensor and not torch.compiler.is_compiling():  # a probe on fakes is no run
-                events.append("model")
-            return x * 2
-
-    model = Rows(torch.nn.Sequential(torch.nn.Identity(), Loud()), compile={"backend": "eager"})
-    with model.trace(compile=compile) as tracer:
-        with tracer.invoke(torch.ones(1, 2)):
-            events.append("one")
-            model.output  # noqa: B018
-            events.append("one after")
-        events.append("between")
-        with tracer.invoke(torch.ones(1, 2)):
-            events.append("two")
-            model.output  # noqa: B018
-            events.append("two after")
-        events.append("last")
-    assert [event for event in events if event != "model"] == [
-        "between",
-        "last",
-        "one",
-        "two",
-        "one after",
-        "two after",
-    ]
-    if not compile:
-        assert events.index("two") < events.index("model") < events.index("one after")
 
 
 @both

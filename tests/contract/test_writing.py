@@ -9,68 +9,30 @@ import torch
 
 from nnsight import NNsight
 
-from ..conftest import Hooks, both, same
+from ..conftest import both, same
 from .guide import WIDTH, hooked, ids, zero_hidden
 
 
 @both
-def test_an_early_layer_is_zeroed_and_the_last_one_read(model: Any, compile: bool) -> None:
-    with model.trace(ids(), compile=compile):
-        model.layers[0].output[0][:] = 0
-        last = model.layers[-1].output[0].save()
-    _, seen = hooked(model, ids(), layers__0=zero_hidden)
-    same(last, seen["layers.2"][0])
-    _, plain = hooked(model, ids())
-    assert not torch.equal(last, plain["layers.2"][0])
-
-
-@both
 @pytest.mark.parametrize(
-    ("where", "number"), [((...,), 0), ((slice(None), -1, slice(None)), 0), ((slice(None), slice(None), 0), 1)]
+    ("where", "value"),
+    [((...,), 0), ((slice(None), -1, slice(None)), 0), ((slice(None), slice(None), 0), 1), (0, torch.zeros(5, WIDTH))],
+    ids=["all", "a position", "a dimension", "a row"],
 )
-def test_in_place_edits(model: Any, compile: bool, where: Any, number: int) -> None:
-    def edit(value: Any) -> Any:
-        hidden = value[0].clone()
-        hidden[where] = number
-        return hidden, value[1]
+def test_in_place_edits(model: Any, compile: bool, where: Any, value: Any) -> None:
+    def edit(output: Any) -> Any:
+        hidden = output[0].clone()
+        hidden[where] = value
+        return hidden, output[1]
 
     with model.trace(ids(), compile=compile):
-        model.layers[0].output[0][where] = number
+        model.layers[0].output[0][where] = value
+        last = model.layers[-1].output[0].save()
         out = model.output.save()
-    same(out, hooked(model, ids(), layers__0=edit)[0])
-    assert not torch.equal(out, model._module(ids()))
-
-
-@both
-def test_an_output_is_replaced(model: Any, compile: bool) -> None:
-    with model.trace(ids(), compile=compile):
-        model.embed.output = model.embed.output * 0.5
-        out = model.output.save()
-    same(out, hooked(model, ids(), embed=lambda value: value * 0.5)[0])
-
-
-@both
-def test_an_input_is_replaced(model: Any, compile: bool) -> None:
-    with model.trace(ids(), compile=compile):
-        model.layers[1].input = model.layers[1].input * 3
-        model.norm.inputs = ((model.norm.input + 1,), {})
-        out = model.output.save()
-
-    reference = Hooks(model._module)
-    reference.input("layers.1", lambda args, kwargs: ((args[0] * 3,), kwargs))
-    reference.input("norm", lambda args, kwargs: ((args[0] + 1,), kwargs))
-    same(out, reference(ids()))
-
-
-@both
-def test_a_tuple_is_replaced_by_a_new_one(model: Any, compile: bool) -> None:
-    with model.trace(ids(), compile=compile):
-        whole = model.layers[0].output
-        assert isinstance(whole, tuple) and len(whole) == 2
-        model.layers[0].output = (torch.zeros_like(model.layers[0].output[0]), *model.layers[0].output[1:])
-        out = model.output.save()
-    same(out, hooked(model, ids(), layers__0=zero_hidden)[0])
-    assert not torch.equal(out, model._module(ids()))
+    expected, seen = hooked(model, ids(), layers__0=edit)
+    same((last, out), (seen["layers.2"][0], expected))
+    plain, before = hooked(model, ids())
+    assert not torch.equal(out, plain) and not torch.equal(last, before["layers.2"][0])
 
 
 @both
@@ -78,14 +40,6 @@ def test_an_element_of_a_tuple_cannot_be_assigned(model: Any, compile: bool) -> 
     with pytest.raises(TypeError, match="does not support item assignment"):
         with model.trace(ids(), compile=compile):
             model.layers[0].output[0] = torch.zeros(1, 5, WIDTH)
-
-
-@both
-def test_a_row_of_a_tensor_is_assigned(model: Any, compile: bool) -> None:
-    with model.trace(ids(), compile=compile):
-        model.embed.output[0] = torch.zeros_like(model.embed.output[0])
-        out = model.output.save()
-    same(out, hooked(model, ids(), embed=torch.zeros_like)[0])
 
 
 @both

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ..conftest import Rows, both
+from ..conftest import Hooks, Rows, both
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -43,11 +43,7 @@ def model() -> Rows:
 
 def patched(module: Any, replace: Any, x: torch.Tensor = X) -> torch.Tensor:
     """Run the model with what ``first`` returns replaced, by a plain torch hook."""
-    handle = module.first.register_forward_hook(lambda _, __, out: replace(out))
-    try:
-        return module(x)
-    finally:
-        handle.remove()
+    return Hooks(module).output("first", replace)(x)
 
 
 @both

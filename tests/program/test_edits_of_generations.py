@@ -12,6 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from nnsight import LanguageModel, UncompiledWarning, fx
 
+from ..conftest import Hooks
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
 
 
@@ -26,16 +28,13 @@ def hooked(net: Any, ids: torch.Tensor, edit: Callable[[torch.Tensor, int], torc
     """Return the scores of a generation in which ``edit(output, step)`` replaces what layer 1 returns."""
     step = -1
 
-    def replace(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+    def replace(output: torch.Tensor) -> torch.Tensor | None:
         nonlocal step
         step += 1
         return edit(output, step)
 
-    handle = net.transformer.h[1].register_forward_hook(replace)
-    try:
+    with Hooks(net).output("transformer.h.1", replace).installed():
         return torch.stack(net.generate(ids, attention_mask=torch.ones_like(ids), **GREEDY).scores)
-    finally:
-        handle.remove()
 
 
 def scores(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -16,6 +16,7 @@ import nnsight
 from nnsight import NNsight, Program
 from nnsight.remote import ExecutionFailedError, InvalidProgramError
 
+from ..conftest import Hooks
 from ..remote.remoting import Catch
 
 PROMPT = "The Eiffel Tower is in the city of"
@@ -39,15 +40,12 @@ def steering(model: Any, direction: torch.Tensor) -> Program:
 def steered(model: Any, direction: torch.Tensor, prompt: str) -> torch.Tensor:
     """Return the logits of the last position, by a plain hook."""
 
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def hook(output: Any) -> None:
         hidden = output if isinstance(output, torch.Tensor) else output[0]
         hidden[:, -1] += 4.0 * direction
 
-    handle = model._module.transformer.h[1].register_forward_hook(hook)
     with torch.no_grad():
-        found = model._module(**model.tokenizer(prompt, return_tensors="pt")).logits[:, -1]
-    handle.remove()
-    return found
+        return Hooks(model._module).output("transformer.h.1", hook)(**model.tokenizer(prompt, return_tensors="pt")).logits[:, -1]
 
 
 def test_a_program_runs_on_another_prompt(model: Any, steering: Program, direction: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from nnsight.remote.protocol import JobStatus, Message, ModelKey, join_packet
 from nnsight.remote.server.models import engine_of
 from nnsight.remote.server.settings import Settings
 
+from ..conftest import Hooks
 from .remoting import MODEL, Accounts, Orders, Running, Wire, account, nonce, order, running, until, wire_to
 
 STORY = ["RECEIVED", "QUEUED", "DISPATCHED", "RUNNING", "COMPLETED"]
@@ -380,15 +381,9 @@ PROMPT = "The Eiffel Tower is in the city of"
 def steered(model: Any) -> torch.Tensor:
     """Logits of the prompt, with a block's output edited by a plain hook."""
 
-    def steer(module: Any, args: Any, out: torch.Tensor) -> torch.Tensor:
-        return out + 0.5 * torch.arange(out.shape[-1]) / out.shape[-1]
-
-    handle = model._module.transformer.h[2].register_forward_hook(steer)
-    try:
-        with torch.no_grad():
-            return model._module(**model.tokenizer(PROMPT, return_tensors="pt")).logits
-    finally:
-        handle.remove()
+    hooks = Hooks(model._module).output("transformer.h.2", lambda out: out + 0.5 * torch.arange(out.shape[-1]) / out.shape[-1])
+    with torch.no_grad():
+        return hooks(**model.tokenizer(PROMPT, return_tensors="pt")).logits
 
 
 def test_a_block_runs_on_the_server_and_binds_what_it_saved(here: Running, model: Any) -> None:

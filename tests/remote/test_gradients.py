@@ -25,30 +25,13 @@ from nnsight.remote.together import kind_of
 
 from .remoting import Catch
 from .test_hostile import IDS, LIMITS, MODEL, job, node, op, read, ref
-
-PROMPT = "The Eiffel Tower is in the city of"
-OTHER = "The Colosseum is in the city of"
-REMOTE = {"remote": "local"}
-
-
-class Net(nn.Module):
-    """Three layers, of which the second edits in place what the first returned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.relu, self.last = nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.relu(self.first(x)))
+from .test_local import OTHER, PROMPT, REMOTE, Net, X
 
 
 @pytest.fixture
 def net() -> NNsight:
     torch.manual_seed(0)
     return NNsight(Net())
-
-
-X = torch.randn(5, 3, generator=torch.Generator().manual_seed(2))
 
 
 def parts(net: NNsight) -> tuple[Any, Any]:

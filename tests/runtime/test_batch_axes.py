@@ -658,16 +658,14 @@ def generated(
     """Tokens of transformers' own ``generate``, with ``edit`` applied to the cache after the first step."""
     steps: list[int] = []
 
-    def hook(_: Any, __: Any, out: Any) -> None:
+    def hook(out: Any) -> None:
         steps.append(1)
         if edit is not None and len(steps) == 1:
             edit(out.past_key_values)
 
-    handle = model._module.register_forward_hook(hook)
     ids_tensor = torch.tensor(ids)
-    found = model._module.generate(ids_tensor, attention_mask=torch.ones_like(ids_tensor), max_new_tokens=6, **kwargs)
-    handle.remove()
-    return found
+    with Hooks(model._module).output("", hook).installed():
+        return model._module.generate(ids_tensor, attention_mask=torch.ones_like(ids_tensor), max_new_tokens=6, **kwargs)
 
 
 @pytest.mark.parametrize("kind", ["in place", "replaced"])

@@ -12,7 +12,7 @@ import nnsight
 from nnsight import LanguageModel, NNsight
 from nnsight.runtime.cache import Cache
 
-from ..conftest import Rows, both
+from ..conftest import Hooks, Rows, both
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 
@@ -53,17 +53,10 @@ def model() -> NNsight:
 
 def hooked(model: NNsight, path: str, replace: dict[str, Any] | None = None) -> list[Any]:
     """Return what the module at ``path`` returned at each call of the model, by plain torch hooks."""
-    module, seen, handles = model._module, [], []
+    hooks, seen = Hooks(model._module), []
     for name, function in (replace or {}).items():
-        at = module.get_submodule(name)
-        handles.append(at.register_forward_hook(lambda _, __, out, function=function: function(out)))
-    at = module.get_submodule(path)
-    handles.append(at.register_forward_hook(lambda _, __, out: seen.append(out)))
-    try:
-        module(X)
-    finally:
-        for handle in handles:
-            handle.remove()
+        hooks.output(name, function)
+    hooks.output(path, seen.append)(X)
     return seen
 
 

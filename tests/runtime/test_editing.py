@@ -15,19 +15,8 @@ import nnsight
 from nnsight import LanguageModel, NNsight
 from nnsight.runtime import OutOfOrderError
 
-from ..conftest import Rows, both
-
-X = torch.linspace(-1, 1, 12).view(2, 6)
-
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(6, 6)
-        self.second = torch.nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.relu(self.first(x)))
+from ..conftest import Hooks, Rows, both
+from ..fx.test_compile_around import Net, X
 
 
 @pytest.fixture
@@ -40,16 +29,8 @@ def model() -> NNsight:
 
 def by_hand(model: NNsight, first: Any = lambda value: value, second: Any = lambda value: value) -> torch.Tensor:
     """Run the model by plain torch hooks that replace what the two layers return."""
-    module = model._module
-    handles = [
-        module.first.register_forward_hook(lambda _, __, out: first(out.clone())),
-        module.second.register_forward_hook(lambda _, __, out: second(out.clone())),
-    ]
-    try:
-        return module(X)
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = Hooks(model._module).output("first", lambda out: first(out.clone()))
+    return hooks.output("second", lambda out: second(out.clone()))(X)
 
 
 def output(model: NNsight, compile: bool) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from nnsight import LanguageModel, NNsight
 
-from ..conftest import Rows
+from ..conftest import Hooks, Rows
 
 X = torch.linspace(-1, 1, 12).view(2, 6)
 PROMPT = "The Eiffel Tower is in the city of"
@@ -91,42 +91,29 @@ def test_a_loss_without_gradient_is_an_error_before_the_block(backend: str | Non
 
 
 @modes
-def test_gradients_of_several_layers(backend: str | None) -> None:
-    model = make(backend)
-    with model.trace(X) as tracer:
-        first = model.first.output
-        first.requires_grad_()
-        norm = model.norm.output
-        norm.requires_grad_()
-        loss = model.output.pow(2).sum()
-        with loss.backward():
-            of_norm = norm.grad.clone().save()
-            of_first = first.grad.clone().save()
-    expected = by_hand()
-    assert tracer.report.mode == ("eager" if backend is None else "compiled")
-    torch.testing.assert_close(of_norm, expected["norm"])
-    torch.testing.assert_close(of_first, expected["first"])
-    assert of_first.abs().sum() > 0
-    assert_parameters(model, expected)
-
-
-@modes
-def test_gradients_without_a_word_before(backend: str | None) -> None:
-    """A backward pass in the block shows autograd all tensors that the block still holds."""
-    model = make(backend)
+@pytest.mark.parametrize("announced", [True, False])
+def test_gradients_of_several_layers(backend: str | None, announced: bool) -> None:
+    """A backward pass in the block shows autograd all tensors that the block still holds, also those without `requires_grad_`."""
+    model, expected = make(backend), by_hand()
     for _ in range(2):
         model._module.zero_grad()
         with model.trace(X) as tracer:
-            first, norm = model.first.output, model.norm.output
+            first = model.first.output
+            if announced:
+                first.requires_grad_()
+            norm = model.norm.output
+            if announced:
+                norm.requires_grad_()
             loss = model.output.pow(2).sum()
             with loss.backward():
                 of_norm = norm.grad.clone().save()
                 of_first = first.grad.clone().save()
-        expected = by_hand()
+        assert tracer.report.mode == ("eager" if backend is None else "compiled")
         torch.testing.assert_close(of_norm, expected["norm"])
         torch.testing.assert_close(of_first, expected["first"])
+        assert of_first.abs().sum() > 0
         assert_parameters(model, expected)
-    if backend is not None:
+    if backend is not None and not announced:
         assert tracer.report.breaks == []
         assert tracer.report.compiles == 0, "the second run finds the parts of the first"
 
@@ -561,14 +548,11 @@ def test_gradients_of_the_residual_stream(lm: LanguageModel, compile: bool) -> N
         with logits[0, -1, answer].backward():
             found = hidden.grad.clone().save()
 
-    seen: list[torch.Tensor] = []
-    handle = lm._module.transformer.h[1].register_forward_hook(lambda _, __, out: seen.append(out))
-    ids = lm.tokenizer(PROMPT, return_tensors="pt").input_ids
-    try:
-        (expected,) = torch.autograd.grad(lm._module(ids).logits[0, -1, answer], seen)
-    finally:
-        handle.remove()
-        lm._module.zero_grad()
+    hooks = Hooks(lm._module)
+    hooks.output("transformer.h.1", lambda out: hooks.seen.update(hidden=out))
+    logits = hooks(lm.tokenizer(PROMPT, return_tensors="pt").input_ids).logits
+    (expected,) = torch.autograd.grad(logits[0, -1, answer], hooks.seen["hidden"])
+    lm._module.zero_grad()
     assert expected.abs().sum() > 0
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 

@@ -30,7 +30,10 @@ def model() -> Rows:
 def test_blocks_take_turns_in_the_order_of_their_definition(
     model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
 ) -> None:
+    """The bodies run to their first access before the model starts, and what is between them before that."""
     order: list[str] = []
+    if not compile:
+        model._module.register_forward_pre_hook(lambda *_: order.append("model"))
     with model.trace(compile=compile) as tracer:
         order.append("before")
         with tracer.invoke(a):
@@ -47,7 +50,7 @@ def test_blocks_take_turns_in_the_order_of_their_definition(
             model[2].output  # noqa: B018
             order.append("second at 2")
         order.append("after")
-    expected = ["before", "between", "after", "first starts", "second starts"]
+    expected = ["before", "between", "after", "first starts", "second starts", *(["model"] * (not compile))]
     assert order == [*expected, "first at 0", "second at 0", "first at 2", "second at 2"]
 
 

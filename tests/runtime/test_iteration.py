@@ -14,7 +14,7 @@ from nnsight import NNsight
 from nnsight.fx.counters import counters
 from nnsight.runtime import OutOfOrderError
 
-from ..conftest import Rows, agree, assert_no_instrumentation, both, same
+from ..conftest import Hooks, Rows, agree, assert_no_instrumentation, both, same
 from ..contract.guide import PARIS, language_model
 
 STEPS = 5
@@ -44,15 +44,11 @@ def reference(
     """Outputs of the cell after ``edit(step, output)``, and the result, by a plain hook."""
     seen: list[torch.Tensor] = []
 
-    def hook(module: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def hook(output: torch.Tensor) -> torch.Tensor:
         seen.append(edit(len(seen), output))
         return seen[-1]
 
-    handle = net.cell.register_forward_hook(hook)
-    try:
-        out = net(x)
-    finally:
-        handle.remove()
+    out = Hooks(net).output("cell", hook)(x)
     return [h.clone() for h in seen], out
 
 

@@ -16,7 +16,7 @@ from nnsight import NNsight, fx
 from nnsight.fx.capturing.structures import describe, parse_structure, unflatten
 from nnsight.fx.capturing.taps import Opaque, flatten
 
-from ...conftest import same
+from ...conftest import Hooks, same
 
 X = torch.ones(2, 4)
 
@@ -284,11 +284,7 @@ def test_edits_inside_a_dataclass(frozen: bool) -> None:
         return dataclasses.replace(state, hidden=state.hidden - 1, rest=[state.rest[0] * 3])
 
     def by_hook(edit: Any) -> Any:
-        handle = module.second.register_forward_pre_hook(lambda _, args: (edit(args[0]),))
-        try:
-            return module(X)
-        finally:
-            handle.remove()
+        return Hooks(module).input("second", lambda args, kwargs: ((edit(args[0]),), kwargs))(X)
 
     with torch.no_grad():
         for edit in (in_place, an_attribute, another):
@@ -363,15 +359,11 @@ def test_modules_fill_the_containers_that_they_are_given() -> None:
     model = NNsight(module, compile={"backend": "aot_eager"})
 
     def by_hook() -> Any:
-        def edit(module: Any, args: Any, kwargs: Any) -> None:
+        def edit(args: Any, kwargs: Any) -> None:
             args[1][0][:, 0] = 7.0
             kwargs["state"].hidden = kwargs["state"].hidden * 0
 
-        handle = module.layers[1].register_forward_pre_hook(edit, with_kwargs=True)
-        try:
-            return module(X, [])
-        finally:
-            handle.remove()
+        return Hooks(module).input("layers.1", edit)(X, [])
 
     with torch.no_grad():
         for _ in range(2):

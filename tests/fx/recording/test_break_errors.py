@@ -12,17 +12,10 @@ import torch
 
 from nnsight import NNsight, fx
 
-from ...conftest import assert_no_instrumentation, same
+from ...conftest import Rows, assert_no_instrumentation, same
 
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 Notes = list[Any]
-
-
-class Rows(NNsight):
-    """Joins the inputs of several invokes along their first dimension."""
-
-    def _batch(self, batched: Any, x: torch.Tensor) -> Any:
-        return (((x if batched is None else torch.cat([batched[0][0], x])),), {}), len(x)
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight, fx
+from nnsight import fx
 
-from ...conftest import Hooks, assert_no_instrumentation
+from ...conftest import Hooks, Rows, assert_no_instrumentation
 from .test_cut_reasons import DEMANDS, _debugger, counter, logger  # noqa: F401 - a fixture
 
 pytestmark = [
@@ -31,12 +31,6 @@ X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 Log = list[Any]
 Need = Callable[[Any, Log], Any]
 Values = dict[str, Any]
-
-class Rows(NNsight):
-    """Joins the inputs of several invokes along their first dimension."""
-
-    def _batch(self, batched: Any, x: torch.Tensor) -> Any:
-        return (((x if batched is None else torch.cat([batched[0][0], x])),), {}), len(x)
 
 
 class Apart(torch.nn.Linear):

@@ -21,6 +21,8 @@ from nnsight import NNsight
 from nnsight.fx.effects import Kind, edited, kind_of
 from nnsight.fx.splicing.passes import PASSES, copy_edited_values, drop_unused_calls, run_passes
 
+from ..test_driver import Net
+
 X = torch.linspace(-1.0, 1.0, 12).reshape(3, 4)
 
 
@@ -193,19 +195,6 @@ def test_no_pass_changes_a_bit(module: torch.fx.GraphModule) -> None:
 
 
 # -- in traces ---------------------------------------------------------------------------------------------------------
-
-
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = torch.nn.Linear(4, 6)
-        self.second = torch.nn.Linear(6, 6)
-        self.third = torch.nn.Linear(6, 3)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.add_(1)
-        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from nnsight.remote.openai.routes import Served, openai_routes
 from nnsight.remote.server.keys import Account, OpenDoor
 from nnsight.remote.server.serve import in_background
 from nnsight.steering.registry import Vectors
+
+from ...conftest import Hooks
 
 PROMPTS = ["The Eiffel Tower is in the city of", "The Colosseum is in the city of", "The", "The Louvre is in"]
 CHAT = (
@@ -57,15 +60,11 @@ def post(address: str, path: str = "completions", **body: Any) -> requests.Respo
 def alone(model: Any, prompt: str | list[int], steer: Callable[[int, torch.Tensor], torch.Tensor] | None = None, tokens: int = 6) -> str:
     """Return what transformers makes of one prompt, steered with hooks: ``steer(layer, hidden)``."""
     ids = model.tokenizer(prompt, return_tensors="pt")["input_ids"] if isinstance(prompt, str) else torch.tensor([prompt])
-    handles = []
-    for number, layer in enumerate(model._module.transformer.h):
-        if steer is not None:
-            handles.append(layer.register_forward_hook(lambda module, args, output, number=number: steer(number, output)))
-    try:
+    hooks = Hooks(model._module)
+    for number in range(len(model._module.transformer.h) if steer is not None else 0):
+        hooks.output(f"transformer.h.{number}", partial(steer, number))
+    with hooks.installed():
         made = model._module.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, pad_token_id=0)
-    finally:
-        for handle in handles:
-            handle.remove()
     text: str = model.tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
     return text
 

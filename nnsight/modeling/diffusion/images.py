@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from typing import Any
 
 import numpy as np
 
-from ..runtime.rows.batching import RowSequence
+from ...runtime.rows.batching import RowSequence
 
 
 class RowList(RowSequence, list[Any]):
@@ -33,6 +34,13 @@ def with_rows(output: Any) -> Any:
         names = [field.name for field in dataclasses.fields(output)]
         return _remakable(type(output))(**{name: _rows(getattr(output, name)) for name in names})
     return _rows(output)
+
+
+def make_classes(pipeline: Any) -> None:
+    """Make the classes of outputs that a pipeline may return, before a capture: pytree gets to know them, which would outdate it."""
+    for value in list(vars(sys.modules[type(pipeline).__module__]).values()):
+        if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__.startswith("diffusers."):
+            _remakable(value)
 
 
 def _rows(value: Any) -> Any:

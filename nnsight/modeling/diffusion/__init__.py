@@ -1,0 +1,6 @@
+"""Pipelines of `diffusers` as models: :class:`DiffusionModel`."""
+
+from .model import DiffusionModel
+from .module import Diffuser
+
+__all__ = ["Diffuser", "DiffusionModel"]

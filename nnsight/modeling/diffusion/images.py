@@ -9,14 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...runtime.rows.batching import RowSequence
-
-
-class RowList(RowSequence, list[Any]):
-    """A list with an item, or several, for each row of the batch."""
-
-    def part(self, items: slice) -> RowList:
-        return RowList(self[items])
+from ...runtime.rows.batching import RowList, RowSequence
 
 
 class RowArray(RowSequence, np.ndarray[Any, Any]):

@@ -19,7 +19,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from ...runtime.interleaver import active_interleaver
-from .images import RowList, make_classes, with_rows
+from ...runtime.rows.batching import RowList
+from .images import make_classes, with_rows
 
 #: Which prompt each row belongs to: an argument of our own, by which the number of prompts can be varied. No pipeline takes it.
 ROWS = "prompt_rows"

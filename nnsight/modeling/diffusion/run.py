@@ -14,9 +14,8 @@ import numpy as np
 import torch
 
 from ...runtime.interleaver import active_interleaver
-from ...runtime.rows.batching import RowSequence
+from ...runtime.rows.batching import RowList, RowSequence
 from ...runtime.tracer import Arguments
-from .images import RowList
 from .module import ROWS
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...runtime.interleaver import active_interleaver
+from ...runtime.rows.batching import RowList
 from ...runtime.tracer import Arguments
 from ..generation import Generation
-from ..images import RowList
 from . import tasks
 from .raw import StandIn
 

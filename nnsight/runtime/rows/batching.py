@@ -33,6 +33,13 @@ class RowSequence:
         self[items] = part
 
 
+class RowList(RowSequence, list[Any]):
+    """A list with an item, or several, for each row."""
+
+    def part(self, items: slice) -> RowList:
+        return RowList(self[items])
+
+
 @dataclass(frozen=True)
 class BatchGroup:
     """The rows of one invoke."""

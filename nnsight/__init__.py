@@ -80,7 +80,7 @@ __all__ = [
 
 
 #: Packages and modules that are attributes without an import of their own.
-_MODULES = {"cli", "envoy", "fx", "intervention", "modeling", "program", "remote", "runtime", "util"}
+_MODULES = {"cli", "envoy", "fx", "intervention", "modeling", "program", "remote", "runtime", "schema", "util"}
 
 
 def __getattr__(name: str) -> Any:

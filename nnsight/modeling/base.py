@@ -211,12 +211,19 @@ class NNsight(Editable):
         made: Backend = late("program_trace")(traced)
         return made
 
-    def _trace_method(self, envoy: Envoy, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InterleavingTracer:
-        """Return the tracer of a call of the method ``name`` of a module; ``compile`` and ``backend`` are the trace's."""
+    def _trace_method(self, envoy: Envoy, name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InterleavingTracer:
+        """Return the tracer of a call of a method of a module; ``compile``, ``backend`` and the like are the trace's."""
         root = envoy if isinstance(envoy, NNsight) else self
         compile, backend = kwargs.pop("compile", None), kwargs.pop("backend", None)
         backend = root._remote_backend(kwargs.pop("remote", False), backend, kwargs.pop("blocking", True))
         return root._tracer(traced_method(root, envoy, name), args, kwargs, compile, backend)
+
+    def _run_method(self, envoy: Envoy, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of ``envoy``, which is this object or below it, with prepared input and the edits of this object."""
+        self._driver(None)  # a lazy model loads
+        if envoy is self:
+            args, kwargs = self._prepare_input(*args, **kwargs)[:2]
+        return self._call_edited(function, args, kwargs, must_run=False) if self._edits_apply() else function(*args, **kwargs)
 
     def _tracer(
         self,

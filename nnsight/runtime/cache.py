@@ -211,10 +211,10 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         if name.startswith("_"):
             raise AttributeError(name)
         root = next(iter(self._entries), name).partition(".")[0]
-        return _CacheView(self, name if name == root else f"{root}.{name}")  # also without the name of the root
+        return CacheView(self, name if name == root else f"{root}.{name}")  # also without the name of the root
 
 
-class _CacheView:
+class CacheView:
     """A position along a path of a cache. As a collection it has the paths of the cache from there on."""
 
     def __init__(self, cache: Cache, path: str) -> None:
@@ -225,12 +225,12 @@ class _CacheView:
             raise AttributeError(name)
         return getattr(self._cache[self._path], name) if name in ("output", "input", "inputs") else self[name]
 
-    def save(self) -> _CacheView:
+    def save(self) -> CacheView:
         """Return this position, whose cache is saved already."""
         return save(self)
 
-    def __getitem__(self, index: int | str) -> _CacheView:
-        return _CacheView(self._cache, f"{self._path}.{index}")
+    def __getitem__(self, index: int | str) -> CacheView:
+        return CacheView(self._cache, f"{self._path}.{index}")
 
     def __iter__(self) -> Iterator[str]:
         start = resolve_alias(self._path, self._cache._aliases)

@@ -6,5 +6,6 @@
 
 from .loadable import LoadableMixin
 from .meta import LoadingError, MetaMixin, naming
+from .remotable import RemoteableMixin
 
-__all__ = ["LoadableMixin", "LoadingError", "MetaMixin", "naming"]
+__all__ = ["LoadableMixin", "LoadingError", "MetaMixin", "RemoteableMixin", "naming"]

@@ -49,3 +49,6 @@ class LoadableMixin(NNsight):
             f"{type(self).__name__} does not know how to load a model. Define `_load(self, *args, **kwargs)` in it, which "
             "returns the module, or pass a torch.nn.Module."
         )
+
+
+Loadable = LoadableMixin

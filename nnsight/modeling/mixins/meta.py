@@ -23,6 +23,7 @@ from ...runtime.interleaver import active_interleaver
 from ...runtime.modules.interception import is_compiling
 from ...runtime.tracer import Driver
 from .loadable import LoadableMixin
+from .meta_device import MetaDevice  # noqa: F401 - scripts import it from here
 
 #: Methods of modules that read or change weights, so that they are for the loaded model only.
 _ABOUT_WEIGHTS = frozenset(
@@ -236,3 +237,6 @@ def _carry_over(lazy: torch.nn.Module, made: list[_ModuleAsMade], loaded: torch.
             for name, child in module._modules.items():
                 if child in counterparts:
                     module._modules[name] = counterparts[child]
+
+
+Meta = MetaMixin

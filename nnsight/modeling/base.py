@@ -161,7 +161,8 @@ class NNsight(Editable):
             remote: Send the block as data to where the model runs (docs/remote.md): ``True`` to the server of ``CONFIG.API.HOST``,
                 or the address of another; ``"local"`` records it, checks it and runs it in this process, as a server does; ``"program"``
                 records it, for ``tracer.program``, and runs nothing.
-            blocking: Wait for the results of a remote trace; see :class:`~nnsight.remote.client.remote_backend.RemoteBackend`.
+            blocking: Wait for the results of a remote trace; see :class:`~nnsight.remote.client.remote_backend.RemoteBackend`, also for
+                ``job_id=`` and ``verbose=`` of a remote trace.
             scan: Run the model on fake tensors first; the sizes are at ``_fake_output`` and ``_fake_inputs`` of the envoys.
             validate: Run the block on fake tensors first, as in :meth:`scan`, and raise its error before the model runs, or is
                 even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
@@ -187,20 +188,23 @@ class NNsight(Editable):
             )
         traced = self if fn is None else TracedFunction(self, fn)
         if remote is not False or not blocking:
-            backend = self._remote_backend(remote, backend, blocking)
+            backend = self._remote_backend(remote, backend, blocking, kwargs)
         if program:
             backend = self._program_backend(traced, backend)
         return self._tracer(traced, args, kwargs, compile, backend, tracer_cls, scan=scan, validate=validate)
 
-    def _remote_backend(self, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend | None:
-        """Return the backend of a trace that was given these arguments."""
+    def _remote_backend(
+        self, remote: bool | str, backend: Backend | None, blocking: bool, kwargs: dict[str, Any] | None = None
+    ) -> Backend | None:
+        """Return the backend of a trace that was given these arguments; ``kwargs`` lose those for a remote one."""
         if remote is False:
             if not blocking:
                 raise ValueError("blocking=False is for traces that run on a server: add remote=True.")
             return backend
         if session_backend.get() is not None:
             raise ValueError("The session around this trace runs remotely: leave out remote= here.")
-        made: Backend = late("backend_for")(self, remote, backend, blocking)
+        options = {name: kwargs.pop(name) for name in ("job_id", "verbose") if kwargs and name in kwargs}
+        made: Backend = late("backend_for")(self, remote, backend, blocking, **options)
         return made
 
     @staticmethod
@@ -215,7 +219,7 @@ class NNsight(Editable):
         """Return the tracer of a call of a method of a module; ``compile``, ``backend`` and the like are the trace's."""
         root = envoy if isinstance(envoy, NNsight) else self
         compile, backend = kwargs.pop("compile", None), kwargs.pop("backend", None)
-        backend = root._remote_backend(kwargs.pop("remote", False), backend, kwargs.pop("blocking", True))
+        backend = root._remote_backend(kwargs.pop("remote", False), backend, kwargs.pop("blocking", True), kwargs)
         return root._tracer(traced_method(root, envoy, name), args, kwargs, compile, backend)
 
     def _run_method(self, envoy: Envoy, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -138,10 +138,12 @@ class Component(NNsight):
             self._refuse_remote()
         return super()._tracer(function, args, kwargs, compile, backend, tracer_cls, **options)
 
-    def _remote_backend(self, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend | None:
+    def _remote_backend(
+        self, remote: bool | str, backend: Backend | None, blocking: bool, kwargs: dict[str, Any] | None = None
+    ) -> Backend | None:
         if remote is not False:
             self._refuse_remote()
-        return super()._remote_backend(remote, backend, blocking)
+        return super()._remote_backend(remote, backend, blocking, kwargs)
 
     def _refuse_remote(self) -> None:
         raise ValueError(

@@ -171,6 +171,31 @@ def test_a_stub_with_a_value_is_the_preprocess(model: Heads, compile: bool) -> N
     assert Both.custom.__doc__ == "Without parentheses."
 
 
+class Overriding(Envoy):
+    """An envoy whose output is another view of the value that all envoys have."""
+
+    @property
+    def output(self) -> Any:
+        return Envoy.output.__get__(self)[:, :2]
+
+    @output.setter
+    def output(self, view: torch.Tensor) -> None:
+        Envoy.output.__set__(self, view.repeat(1, 2))
+
+
+@both
+def test_a_property_of_a_subclass_uses_the_one_it_overrides(model: Heads, compile: bool) -> None:
+    model = NNsight(model._module, envoys={"0": Overriding}, compile={"backend": "eager"})
+    assert isinstance(Envoy.output, property) and isinstance(Heads.heads, property)
+    with model.trace(X, compile=compile):
+        part = model[0].output.save()
+        model[0].output = part * 2
+        out = model.output.save()
+    expected = model._module[0](X)[:, :2]
+    assert torch.equal(part, expected)
+    assert torch.equal(out, model._module[1]((expected * 2).repeat(1, 2)))
+
+
 @both
 def test_views_share_one_location(model: Heads, compile: bool) -> None:
     """Several views of one value in one visit: no request waits for a second occurrence."""

@@ -43,7 +43,7 @@ def requires_output(stub: Callable[..., Any]) -> Callable[..., Any]:
 requires_input = requires_operation_output = requires_operation_input = requires_output
 
 
-class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``property``
+class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, like its base
     """Descriptor for a value of the running model.
 
     Args:
@@ -75,6 +75,7 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
             self._preprocess = stub
         else:
             self._prepare = None if bare else stub
+        property.__init__(self, stub)
         self.name = stub.__name__
         self._identity = f"{stub.__module__}.{stub.__qualname__}.{stub.__name__}"
         self.key = self.key or stub.__name__

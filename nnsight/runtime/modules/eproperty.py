@@ -75,7 +75,8 @@ class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, lik
             self._preprocess = stub
         else:
             self._prepare = None if bare else stub
-        property.__init__(self, stub)
+        # Dynamo calls the functions of a property in place of its `__get__` and `__set__`.
+        property.__init__(self, lambda owner: eproperty.__get__(self, owner), lambda owner, value: eproperty.__set__(self, owner, value))
         self.name = stub.__name__
         self._identity = f"{stub.__module__}.{stub.__qualname__}.{stub.__name__}"
         self.key = self.key or stub.__name__

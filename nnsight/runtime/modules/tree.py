@@ -144,15 +144,16 @@ class ModuleTree:
             return
         for module, path in list(self.paths.items()):
             try:
-                operations = listing_of(layers_of(forward_of(module)[1], path)[-1]).operations
+                listing = listing_of(layers_of(forward_of(module)[1], path)[-1])
             except SourceError:
                 continue
             for chain in chains:
-                if chain[0] not in operations:
+                operation = listing.operations.get(listing.aliases.get(chain[0], chain[0]))
+                if operation is None:
                     continue
                 self.open_source(path)
-                inside = f"{path}.source.{chain[0]}"
-                if len(chain) > 1 and _may_be_opened(self.callee(path, operations[chain[0]]), inside):
+                inside = f"{path}.source.{operation.name}"
+                if len(chain) > 1 and operation.callee is not None and _may_be_opened(self.callee(path, operation), inside):
                     for name in chain[1:]:
                         self.open_source(inside)
                         inside = f"{inside}.source.{name}"

@@ -43,8 +43,8 @@ class Envoy(Located):
         tree: The tree it belongs to; a new one is made for a root.
         known: Envoys made so far, by module, so that a module shared by two parents has one envoy.
         envoys: The class of the envoys below: one class, or a class for each type of module (looked up along the
-            module's base classes) or else end of a path (``"attn"``, ``"mlp.act"``, ``"layers.*"`` for every entry of ``layers``);
-            plain envoys for modules it does not name.
+            module's base classes) or else end of a path (``"attn"``, ``"mlp.act"``, ``"layers.*"`` for every entry of ``layers``),
+            also in names that ``rename=`` gives; plain envoys for modules it does not name.
     """
 
     _path: str
@@ -54,6 +54,7 @@ class Envoy(Located):
     _version: int
     _envoys: EnvoyClasses
     _aliases: set[str]
+    _shown_envoys: dict[str, Envoy]  # those of modules that are attributes and no children
 
     def __init__(
         self,
@@ -66,6 +67,7 @@ class Envoy(Located):
     ) -> None:
         tree = tree or ModuleTree(module, path)
         self.__dict__.update(_path=path, _module=module, _tree=tree, _children={}, _envoys=envoys, _aliases=set(), _version=tree.version)
+        self.__dict__["_shown_envoys"] = {}
         known = {} if known is None else known
         known[module] = self
         for name, child in module._modules.items():
@@ -188,10 +190,12 @@ class Envoy(Located):
             raise IndexError(f"`{self._path}` has {len(children)} children; index {key} is out of range.") from None
 
     def __len__(self) -> int:
-        return len(self._children)
+        """Return the length of the module, which is a ``TypeError`` if it has none."""
+        module: Any = self._module
+        return len(module)
 
     def __bool__(self) -> bool:
-        return bool(self._children) or not hasattr(type(self._module), "__len__")
+        return not hasattr(type(self._module), "__len__") or len(self) > 0
 
     def __iter__(self) -> Iterator[Envoy]:
         return iter(self._children.values())
@@ -249,25 +253,38 @@ class Envoy(Located):
         except AttributeError:
             if name in DERIVED:
                 return DERIVED[name](self)
+            if name.removeprefix("E_") in DERIVED and name[2:] in self._children:
+                return self._children[name[2:]]
             raise AttributeError(unknown_attribute(self, name)) from None
         if isinstance(value, torch.nn.Module):
             self._sync()
             if name in self._children:
                 return self._children[name]
-            return self._envoy_of(value)
+            return self._envoy_of(name, value)
         if isinstance(value, types.MethodType) and value.__self__ is module and not name.startswith("_"):
             return self._method(name, value)
         return value
 
-    def _envoy_of(self, module: torch.nn.Module) -> Any:
-        """Return the envoy of a module that was found in another way than by its name, such as a property; else the module."""
-        if module in self._tree.paths:
-            starts: list[Envoy] = [self, *self._tree.roots]
-            for start in starts:
-                for _, envoy in Envoy.named_modules(start):
-                    if envoy._module is module:
-                        return envoy
-        return module
+    def _envoy_of(self, name: str, module: torch.nn.Module) -> Any:
+        """Return the envoy of a module that is an attribute ``name`` and no child: that of a property, or one set past ``nn.Module``."""
+        known = self._shown_envoys.get(name)
+        if known is not None and known._module is module:
+            return known
+        if module not in self._tree.paths:
+            if getattr(self._module, name) is not module:  # one that is made each time
+                return module
+            self._tree.take_in(self._module, name)
+        starts: list[Envoy] = [self, *self._tree.roots]
+        for start in starts:
+            for _, envoy in Envoy.named_modules(start):
+                if envoy._module is module:
+                    return envoy
+        path = self._tree.paths.get(module)
+        if path is None:
+            return module
+        made = self._class_for(module, path)(module, path=path, tree=self._tree, envoys=self._envoys)
+        self._shown_envoys[name] = made
+        return made
 
     def _method(self, name: str, method: types.MethodType) -> Callable[..., Any]:
         """Return ``method``, which in the header of a ``with`` statement is traced.
@@ -306,8 +323,8 @@ class Envoy(Located):
         return sorted({*super().__dir__(), *dir(self._module)})
 
     def __repr__(self) -> str:
-        """Return what torch shows of the module, and in it the described properties that classes of envoys add."""
-        if not any(described(type(envoy), Envoy) for envoy in Envoy.modules(self)):
+        """Return what torch shows of the module, with further names and with the described properties that classes of envoys add."""
+        if not any(described(type(envoy), Envoy) or envoy._aliases for envoy in Envoy.modules(self)):
             return repr(self._module)
         return repr(self._shown())
 
@@ -315,9 +332,17 @@ class Envoy(Located):
         """Return a stand-in for the module that torch shows with the properties of the envoys."""
         module = self._module
         shown: torch.nn.Module = object.__new__(type(module))
-        children = {name: child._shown() for name, child in self._children.items()}
-        shown.__dict__.update(module.__dict__, _modules={**module._modules, **children})
-        added = [f".{name}: {description}" for name, description in described(type(self), Envoy).items()]
+        names: dict[str, list[str]] = {name: [name] for name in self._children}
+        added = [f"{name}: {description}" for name, description in described(type(self), Envoy).items()]
+        for alias in sorted(self._aliases, reverse=True):
+            target = self.__dict__[alias]
+            own_name = next((name for name, child in self._children.items() if child is target), None)
+            if own_name is None:
+                added.append(f"({alias}) -> {target._path.removeprefix(self._path).removeprefix('.')}")
+            else:
+                names[own_name].insert(0, alias)
+        children = {"/".join(names[name]): child._shown() for name, child in self._children.items()}
+        shown.__dict__.update(module.__dict__, _modules=children)
         if added:
             own = module.extra_repr()
             shown.__dict__["extra_repr"] = lambda: "\n".join([own, *added] if own else added)
@@ -344,7 +369,9 @@ class Envoy(Located):
         for kind in type(module).__mro__:
             if kind in classes:
                 return classes[kind]
-        return next((chosen for end, chosen in classes.items() if isinstance(end, str) and ends_with(path, end)), Envoy)
+        ends = {end: chosen for end, chosen in classes.items() if isinstance(end, str)}
+        paths = classes.paths_of(module, path) if ends and hasattr(classes, "paths_of") else [path]
+        return next((chosen for end, chosen in ends.items() if any(ends_with(known, end) for known in paths)), Envoy)
 
     def _descend(self, parts: Sequence[str]) -> Envoy | None:
         """Return the envoy that a path of child names leads to."""

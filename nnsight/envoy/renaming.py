@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from .envoy import Envoy
+from ..runtime.modules.tree import ModuleTree
+from .envoy import Envoy, EnvoyClasses
 
 
 def check_names(names: Any) -> None:
@@ -58,6 +59,39 @@ def add_names(root: Envoy, names: Mapping[Any, str | Sequence[str]], warn: bool 
     if names and warn and not met:
         keys = ", ".join(f"`{_shown(key)}`" for key in names)
         warnings.warn(f"rename: there is no module {keys} below `{root._path}`, so it has no effect.", UserWarning, stacklevel=2)
+
+
+class NamedClasses(dict[Any, type[Envoy]]):
+    """Classes of envoys by type or end of path, where the path may have further names: those that ``names`` gives in ``tree``."""
+
+    def __init__(self, classes: Mapping[Any, type[Envoy]], names: Mapping[Any, str | Sequence[str]], tree: ModuleTree) -> None:
+        super().__init__(classes)
+        self._names, self._tree, self._version = names, tree, -1
+
+    def paths_of(self, module: torch.nn.Module, path: str) -> list[str]:
+        """Return all paths of a module, of which ``path`` is the first."""
+        version = self._tree.version
+        if version != self._version:
+            root = Envoy(self._tree.root, path=self._tree.path)
+            add_names(root, self._names, warn=False)
+            self._version, self._paths = version, dict[torch.nn.Module, list[str]]()
+            pending = [(root, root._path)]
+            while pending:
+                envoy, known = pending.pop()
+                self._paths.setdefault(envoy._module, []).append(known)
+                pending.extend((child, f"{known}.{name}") for name, child in envoy._children.items())
+                pending.extend((envoy.__dict__[name], f"{known}.{name}") for name in envoy._aliases)
+        return [path, *self._paths.get(module, ())]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def with_names(classes: EnvoyClasses, names: Mapping[Any, str | Sequence[str]], tree: ModuleTree) -> EnvoyClasses:
+    """Return ``envoys=`` so that the further names of ``rename=`` count in it."""
+    if not names or not isinstance(classes, Mapping) or not any(isinstance(key, str) for key in classes):
+        return classes
+    return NamedClasses(classes, names, tree)
 
 
 def _matches(root: Envoy, key: Any, known: dict[torch.nn.Module, Envoy]) -> Iterator[tuple[Envoy, list[Envoy]]]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from ..envoy.envoy import Envoy, EnvoyClasses
-from ..envoy.renaming import add_names, check_names
+from ..envoy.renaming import add_names, check_names, with_names
 from ..late_binding import late
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit
@@ -90,7 +90,8 @@ class NNsight(Editable):
     def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
         """Mirror ``module``, and prepare to compile it if there are options for that."""
         add_tensor_methods()
-        Envoy.__init__(self, module, tree=ModuleTree.of(module, _traced_call), envoys=envoys)
+        tree = ModuleTree.of(module, _traced_call)
+        Envoy.__init__(self, module, tree=tree, envoys=with_names(envoys, self._rename, tree))
         self._tree.roots.add(self)
         add_names(self, self._rename)
         if compile_options is not None:

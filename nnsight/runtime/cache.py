@@ -188,7 +188,7 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         return save(self)
 
     def __getitem__(self, path: str) -> CacheEntry | CacheCalls:
-        entry = self._entries.get(resolve_alias(path, self._aliases))
+        entry = self._entries.get(resolve_alias(path, self._aliases)) or self._entries.get(resolve_alias(self._rooted(path), self._aliases))
         if entry is None:
             raise MissingEntryError(
                 f"`{path}` is not in the cache; it has {len(self)} modules, by paths such as `{next(iter(self), '-')}`."
@@ -210,8 +210,12 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        root = next(iter(self._entries), name).partition(".")[0]
-        return CacheView(self, name if name == root else f"{root}.{name}")  # also without the name of the root
+        return CacheView(self, self._rooted(name))
+
+    def _rooted(self, path: str) -> str:
+        """Return ``path``, which may lack the name of the root, with it."""
+        root = next(iter(self._entries), path).partition(".")[0]
+        return path if path.partition(".")[0] == root else f"{root}.{path}"
 
 
 class CacheView:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from nnsight import Envoy, NNsight
+from nnsight.intervention.eproperty import eproperty
 
 from ..conftest import both
 
@@ -104,6 +106,76 @@ def test_a_compiled_module_keeps_its_inner_name() -> None:
     assert model._orig_mod is model and model._orig_mod[0].path == "model.0"
     with pytest.raises(AttributeError, match="_orig_mod"):
         NNsight(net)._orig_mod  # noqa: B018
+
+
+class Aside(torch.nn.Module):
+    """Has a block that is no child, and shows another by a property."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = torch.nn.Linear(4, 4)
+        self.__dict__["aside"] = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        self.__dict__["elsewhere"] = [torch.nn.Linear(4, 4)]
+
+    @property
+    def listed(self) -> torch.nn.Module:
+        return self.elsewhere[0]
+
+    @property
+    def fresh(self) -> torch.nn.Module:
+        return torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.listed(self.aside(self.real(x)))
+
+
+@both
+@pytest.mark.parametrize("first", ["in the block", "before"])
+def test_a_module_that_is_no_child_becomes_an_envoy(first: str, compile: bool) -> None:
+    model: Any = NNsight(Aside(), compile={"backend": "eager"})
+    x = torch.rand(2, 4)
+    module = model._module
+    assert list(model.fresh.parameters()) == [] and isinstance(model.fresh, torch.nn.Identity)
+    if first == "before":
+        assert model.aside is model.aside and model.aside[0].path == "model.aside.0" and model.listed.path == "model.listed"
+        assert "aside" not in dict(module.named_children())
+    with model.trace(x, compile=compile):
+        inner = model.aside[0].output.save()
+        model.aside.output[:, 0] = 3.0
+        whole = model.listed.input.save()
+        out = model.output.save()
+    assert torch.equal(inner, module.aside[0](module.real(x)))
+    assert torch.equal(whole[:, 1:], torch.relu(inner)[:, 1:]) and whole[:, 0].tolist() == [3.0, 3.0]
+    assert torch.equal(out, module.elsewhere[0](whole))
+    module.__dict__["aside"] = torch.nn.Sequential(torch.nn.Identity())
+    with model.trace(x, compile=compile):
+        inner = model.aside[0].output.save()
+    assert torch.equal(inner, module.real(x))
+    assert copy.deepcopy(model).aside[0].path == "model.aside.0"
+
+
+def test_printing_shows_further_names_and_described_properties() -> None:
+    class Split(Envoy):
+        @eproperty(key="output", description="both halves")
+        def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+            """The output, cut in two."""
+
+    net = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.nn.ReLU())
+    model = NNsight(net, rename={"0.0": "first", ".1": ["last", "end"]}, envoys={"0.0": Split})
+    assert repr(model).splitlines() == [
+        "Sequential(",
+        "  (first) -> 0.0",
+        "  (0): Sequential(",
+        "    (0): Linear(",
+        "      in_features=2, out_features=2, bias=True",
+        "      (halves) -> tuple[torch.Tensor, torch.Tensor]: both halves",
+        "    )",
+        "    (1): ReLU()",
+        "  )",
+        "  (end/last/1): ReLU()",
+        ")",
+    ]
+    assert repr(NNsight(net)) == repr(net)
 
 
 def test_indexing_slicing_length_and_iteration(model: NNsight) -> None:

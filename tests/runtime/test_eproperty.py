@@ -396,12 +396,12 @@ def test_described_properties_are_shown_in_the_tree() -> None:
     model = NNsight(module, envoys={Attention: AttentionEnvoy, Block: BlockEnvoy})
     expected = (
         repr(module)
-        .replace("3 x Block(\n", "3 x Block(\n      .hidden: residual stream\n")
-        .replace("Attention(\n", "Attention(\n        .heads: list of heads\n        .stacked: heads as a dimension\n")
+        .replace("3 x Block(\n", "3 x Block(\n      (hidden): residual stream\n")
+        .replace("Attention(\n", "Attention(\n        (heads): list of heads\n        (stacked): heads as a dimension\n")
     )
     assert repr(model) == expected
     assert len(expected.splitlines()) == len(repr(module).splitlines()) + 3
-    assert repr(model.layers[0].attention).splitlines()[1] == "  .heads: list of heads"
+    assert repr(model.layers[0].attention).splitlines()[1] == "  (heads): list of heads"
     assert repr(model.head) == repr(module.head)
     assert "heads" not in repr(module)
     assert "extra_repr" not in module.layers[0].__dict__
@@ -423,10 +423,10 @@ def test_a_leaf_shows_its_properties_and_its_own_line(model: Heads) -> None:
             """Overridden, without a description."""
 
     wrapped = NNsight(model._module, envoys=Own)
-    assert repr(wrapped[0]) == "Linear(\n  in_features=4, out_features=4, bias=True\n  .doubled: doubled\n)"
-    assert repr(NNsight(torch.nn.Sequential(torch.nn.ReLU()), envoys=Own)[0]) == "ReLU(.doubled: doubled)"
+    assert repr(wrapped[0]) == "Linear(\n  in_features=4, out_features=4, bias=True\n  (doubled): doubled\n)"
+    assert repr(NNsight(torch.nn.Sequential(torch.nn.ReLU()), envoys=Own)[0]) == "ReLU((doubled): doubled)"
     assert repr(NNsight(model._module, envoys=Undescribed)) == repr(model._module)
-    assert ".heads: split into two heads, shared memory" in repr(model)
+    assert "(heads): split into two heads, shared memory" in repr(model)
 
 
 def test_plain_envoys_show_what_torch_shows(gpt2: Case) -> None:

@@ -54,6 +54,7 @@ class ModuleTree:
         self._mentioned: set[tuple[int, Chains]] = set()
         self._opening = threading.RLock()
         self.paths: dict[torch.nn.Module, str] = {}
+        self._shown: list[tuple[torch.nn.Module, str]] = []  # modules that are no children, by who has them and under which attribute
         self.version = 0  # grows whenever the modules, or what is attached to them, are found to have changed
         self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
         self._leaves: list[dict[str, torch.nn.Module | None]] = []
@@ -64,6 +65,12 @@ class ModuleTree:
 
     def _scan(self) -> None:
         named = dict(self.root.named_modules())
+        for owner, name in self._shown:
+            module, path = getattr(owner, name, None), next((path for path, known in named.items() if known is owner), None)
+            if isinstance(module, torch.nn.Module) and path is not None:
+                found = module.named_modules(prefix=f"{path}.{name}".removeprefix("."))
+                known = set(named.values())
+                named.update((below, part) for below, part in found if part not in known)
         self.paths = {module: f"{self.path}.{name}" if name else self.path for name, module in named.items()}
         children = [module._modules for module in named.values()]
         self._parents = [(known, tuple(known.values())) for known in children if known]
@@ -72,11 +79,20 @@ class ModuleTree:
         self.version += 1
         self._instrumentation = None
 
+    def take_in(self, owner: torch.nn.Module, name: str) -> None:
+        """Take in the module that ``owner`` has as an attribute ``name`` and not as a child, and those below it; also for active runs."""
+        running, before = self._instrumentation, set(self.paths)
+        self._shown.append((owner, name))
+        self._scan()
+        if running is not None:
+            running.include({path: module for module, path in self.paths.items() if module not in before})
+            self._instrumentation = running
+
     def replace_root(self, root: torch.nn.Module) -> list[Envoy]:
         """Make ``root`` the model; return the root envoys, which must mirror it."""
         if _trees.get(id(self.root)) is self:
             _trees[id(root)] = _trees.pop(id(self.root))
-        self.root = root
+        self.root, self._shown = root, []
         self._scan()
         return list(self.roots)
 

@@ -13,6 +13,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -40,7 +41,7 @@ class Envoy(Located):
     Args:
         module: The mirrored module.
         path: Its path, the prefix of its locations.
-        tree: The tree it belongs to; a new one is made for a root.
+        tree: The tree it belongs to, which its root keeps alive; a new one is made for a root.
         known: Envoys made so far, by module, so that a module shared by two parents has one envoy.
         envoys: The class of the envoys below: one class, or a class for each type of module (looked up along the
             module's base classes) or else end of a path (``"attn"``, ``"mlp.act"``, ``"layers.*"`` for every entry of ``layers``),
@@ -65,9 +66,13 @@ class Envoy(Located):
         known: dict[torch.nn.Module, Envoy] | None = None,
         envoys: EnvoyClasses = None,
     ) -> None:
-        tree = tree or ModuleTree(module, path)
-        self.__dict__.update(_path=path, _module=module, _tree=tree, _children={}, _envoys=envoys, _aliases=set(), _version=tree.version)
-        self.__dict__["_shown_envoys"] = {}
+        own_tree = None if tree is not None else ModuleTree(module, path)
+        tree = tree or own_tree
+        assert tree is not None
+        self.__dict__.update(_path=path, _module=module, _children={}, _envoys=envoys, _aliases=set(), _version=tree.version)
+        self.__dict__.update(_shown_envoys={}, _tree_of_root=(weakref.ref(tree), tree._traced_call))
+        if own_tree is not None:
+            self.__dict__["_tree"] = own_tree
         known = {} if known is None else known
         known[module] = self
         for name, child in module._modules.items():
@@ -244,7 +249,21 @@ class Envoy(Located):
             value = children[part] if part in children else getattr(value, part)
         return value
 
+    def _find_tree(self) -> ModuleTree:
+        """Return the tree, which the root holds; without that, the one of another wrapper of the model, else one of this module alone."""
+        reference, traced_call = self.__dict__["_tree_of_root"]
+        tree: ModuleTree | None = reference()
+        if tree is None:
+            tree = ModuleTree.with_module(self._module)
+            if tree is None:
+                tree = self.__dict__["_tree"] = ModuleTree(self._module, self._path, traced_call)
+            for envoy in Envoy.modules(self):
+                envoy.__dict__["_tree_of_root"] = weakref.ref(tree), traced_call
+        return tree
+
     def __getattr__(self, name: str) -> Any:
+        if name == "_tree" and "_tree_of_root" in self.__dict__:
+            return self._find_tree()
         module = self.__dict__.get("_module")
         if module is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)

@@ -15,6 +15,7 @@ lead nowhere are skipped, so that one dict serves several architectures.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -66,15 +67,16 @@ class NamedClasses(dict[Any, type[Envoy]]):
 
     def __init__(self, classes: Mapping[Any, type[Envoy]], names: Mapping[Any, str | Sequence[str]], tree: ModuleTree) -> None:
         super().__init__(classes)
-        self._names, self._tree, self._version = names, tree, -1
+        self._names, self._tree, self._version = names, weakref.ref(tree), -1
 
     def paths_of(self, module: torch.nn.Module, path: str) -> list[str]:
         """Return all paths of a module, of which ``path`` is the first."""
-        version = self._tree.version
-        if version != self._version:
-            root = Envoy(self._tree.root, path=self._tree.path)
+        tree = self._tree()
+        if tree is not None and tree.version != self._version:
+            root = Envoy(tree.root, path=tree.path)
             add_names(root, self._names, warn=False)
-            self._version, self._paths = version, dict[torch.nn.Module, list[str]]()
+            self._version = tree.version
+            self._paths: weakref.WeakKeyDictionary[torch.nn.Module, list[str]] = weakref.WeakKeyDictionary()
             pending = [(root, root._path)]
             while pending:
                 envoy, known = pending.pop()

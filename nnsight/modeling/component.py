@@ -28,9 +28,17 @@ class Subtree:
     """The tree ``whole`` of a model, with the module at ``path`` for a root."""
 
     def __init__(self, whole: ModuleTree, path: str) -> None:
-        self.whole = whole
+        self._whole = weakref.ref(whole)
         self.path = path
         self._known: tuple[int, torch.nn.Module] | None = None
+
+    @property
+    def whole(self) -> ModuleTree:
+        """The tree of the model, which its wrapper holds."""
+        whole = self._whole()
+        if whole is None:
+            raise ValueError(f"The model of `{self.path}` is gone: keep its wrapper.")
+        return whole
 
     @property
     def root(self) -> torch.nn.Module:
@@ -162,12 +170,15 @@ class Component(NNsight):
 def component_of(envoy: Envoy) -> Component:
     """Return ``envoy`` as the root of traces of its own; each envoy has one."""
     found: Component | None = envoy.__dict__.get("_component")
-    if found is None:
+    if found is None or found._subtree._whole() is not envoy._tree:
         for root in envoy._tree.roots:
             refuse = getattr(type(root), "_refuse_component", None)
             if refuse is not None:
                 refuse(root, envoy)
-        found = envoy.__dict__["_component"] = Component(envoy)
-    elif found._module is not envoy._module or found._version != envoy._version:
+        made = envoy.__dict__["_component"] = Component(envoy)
+        if found is not None:  # of a model that is gone
+            made._edits.extend(found._edits)
+        return made
+    if found._module is not envoy._module or found._version != envoy._version:
         found._mirror_as(envoy)
     return found

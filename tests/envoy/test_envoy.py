@@ -92,7 +92,7 @@ def test_parents_and_the_root(model: NNsight) -> None:
     assert own.parent.path == "model.parent" and own.root == "a path" and own.iter.path == "model.iter"
     held = NNsight(torch.nn.Sequential(torch.nn.Linear(1, 1)))[0]
     gc.collect()
-    assert held.parent is None and held.root is None
+    assert held.parent is None and held.root is held
 
 
 def test_a_container_without_children_is_false() -> None:
@@ -379,6 +379,89 @@ def test_release_by_reference_counting(no_gc: None, compile: bool) -> None:
 
     references = make()
     assert [reference() is None for reference in references] == [True, True, True]
+
+
+def _tracer(model: Any, compile: bool) -> Any:
+    with model.trace(X, compile=compile) as tracer:
+        model.layers[0].nns_output.save()
+    return tracer
+
+
+def _source(model: Any, compile: bool) -> Any:
+    with model.trace(X, compile=compile) as tracer:
+        model.layers[0].source.self_attention_0.output.save()
+    return tracer
+
+
+def _cache_that_is_dropped(model: Any, compile: bool) -> None:
+    with model.trace(X, compile=compile) as tracer:
+        tracer.cache()
+
+
+def _error_of_the_block(model: Any, compile: bool) -> Any:
+    with pytest.raises(ZeroDivisionError):
+        with model.trace(X, compile=compile) as tracer:
+            model.layers[0].nns_output / (1 // 0)
+    return tracer
+
+
+def _error_of_the_model(model: Any, compile: bool) -> Any:
+    with pytest.raises(RuntimeError):
+        with model.trace(torch.rand(1, 5), compile=False) as tracer:  # exceptions of dynamo refer to themselves
+            model.layers[0].nns_output.save()
+    return tracer
+
+
+def _program(model: Any, compile: bool) -> Any:
+    tracer = _tracer(model, compile)
+    assert isinstance(str(tracer.program), str)
+    return tracer
+
+
+def _edit_and_component(model: Any, compile: bool) -> Any:
+    with model.edit() as edited:
+        model.layers[0].nns_output[:] = 0.0
+    edited(X)
+    with model.layers[1].trace(X, compile=compile) as tracer:
+        model.layers[1].attention.output.save()
+    return tracer
+
+
+@both
+@pytest.mark.parametrize(
+    "use",
+    [_tracer, _source, _cache_that_is_dropped, _error_of_the_block, _error_of_the_model, _program, _edit_and_component],
+)
+def test_a_model_goes_with_its_wrapper(no_gc: None, use: Any, compile: bool) -> None:
+    """Although what the function returns is held; once first, because dynamo refers to the frames that import it."""
+    for _ in range(2):
+        model: Any = NNsight(Model(), compile={"backend": "eager"})
+        module = weakref.ref(model._module)
+        held = use(model, compile)
+        del model
+    assert module() is None and (held is None or hasattr(held, "report"))
+
+
+@both
+def test_a_child_that_is_held_does_not_hold_the_model(no_gc: None, compile: bool) -> None:
+    model: Any = NNsight(Model(), compile={"backend": "eager"}, rename={"layers": "blocks"}, envoys={"blocks.*": Held})
+    module, child = weakref.ref(model._module), model.layers[0]
+    other: Any = NNsight(model._module)
+    assert isinstance(child, Held) and child.parent is model.layers
+    del model
+    assert child._tree is other._tree  # of another wrapper of the same model
+    del other
+    assert module() is None
+    assert child.parent is None and child.path == "model.layers.0"
+    with child.trace(X, compile=compile) as tracer:  # a root of its own
+        child.attention.output[:] = 0.0
+        out = tracer.result.save()
+    attention = child._module.output(torch.zeros(2, 4)) + 1.0
+    assert torch.equal(out, attention)
+
+
+class Held(Envoy):
+    """For modules that a test names."""
 
 
 def test_a_child_that_takes_a_name_is_announced() -> None:

@@ -46,6 +46,11 @@ class ModuleTree:
             found = _trees[id(root)] = cls(root, traced_call=traced_call)
         return found
 
+    @classmethod
+    def with_module(cls, module: torch.nn.Module) -> ModuleTree | None:
+        """Return the tree of a wrapped model that ``module`` is part of; None if there is none."""
+        return next((tree for tree in list(_trees.values()) if module in tree.paths), None)
+
     def __init__(self, root: torch.nn.Module, path: str = "model", traced_call: TracedCall | None = None) -> None:
         self.root = root
         self.path = path
@@ -185,9 +190,11 @@ class ModuleTree:
         return next((module for module, known in self.paths.items() if known == path), None)
 
     def _replace_forward(self, instrumentation: Instrumentation, path: str, module: torch.nn.Module) -> None:
+        operations = self._operations  # not this tree, which has the interception
+
         def replacement() -> tuple[dict[str, Any], str, Any]:
             name, function = forward_of(module)
-            return module.__dict__, name, self._operations.intercept(path, function)
+            return module.__dict__, name, operations.intercept(path, function)
 
         instrumentation.replace(path, replacement)
 

@@ -74,6 +74,7 @@ DERIVED: dict[str, Callable[[Envoy], Any]] = {
     "iter": lambda envoy: _OfEnvoy(),
     "parent": _parent,
     "root": _root,
+    "_model": lambda envoy: envoy._module,
     "_orig_mod": _original,
 }
 

@@ -9,7 +9,7 @@
 
 A value is a name or a list of names, for the module from which the key starts. One that begins with a dot is for the root, and the part
 before the last dot of ``"ffn.down"`` says how far to go along the key: ``{"ffn.w2": "ffn.down"}`` names a child of ``ffn``. Keys that
-lead nowhere are skipped, so that one dict serves several architectures.
+lead nowhere are skipped, so that one dict serves several architectures. Keys may go through the names that other keys give.
 """
 
 from __future__ import annotations
@@ -41,6 +41,18 @@ def add_names(root: Envoy, names: Mapping[Any, str | Sequence[str]], warn: bool 
         ValueError: If a name is taken, or a key has several matches of which it can name one.
     """
     known, met = _by_module(root), False
+    named = -1
+    while named != (now := sum(len(envoy._aliases) for envoy in known.values())):  # keys may go through names of other keys
+        named = now
+        met = _add_once(root, names, known)
+    if names and warn and not met:
+        keys = ", ".join(f"`{_shown(key)}`" for key in names)
+        warnings.warn(f"rename: there is no module {keys} below `{root._path}`, so it has no effect.", UserWarning, stacklevel=2)
+
+
+def _add_once(root: Envoy, names: Mapping[Any, str | Sequence[str]], known: dict[torch.nn.Module, Envoy]) -> bool:
+    """Give the further names that the keys lead to now; return whether there are any."""
+    met = False
     for key, given in names.items():
         new_names = [given] if isinstance(given, str) else given
         if not isinstance(new_names, Sequence) or not all(isinstance(name, str) for name in new_names):
@@ -57,9 +69,7 @@ def add_names(root: Envoy, names: Mapping[Any, str | Sequence[str]], warn: bool 
                     )
                 else:
                     (trail[len(prefix) - 1] if prefix else start)._add_alias(last, trail[-1])
-    if names and warn and not met:
-        keys = ", ".join(f"`{_shown(key)}`" for key in names)
-        warnings.warn(f"rename: there is no module {keys} below `{root._path}`, so it has no effect.", UserWarning, stacklevel=2)
+    return met
 
 
 class NamedClasses(dict[Any, type[Envoy]]):
@@ -123,12 +133,14 @@ def _trails(start: Envoy, parts: Sequence[str], known: dict[torch.nn.Module, Env
 
 
 def _step(envoy: Envoy, part: str, known: dict[torch.nn.Module, Envoy]) -> list[Envoy]:
-    """Return the children that a part of a path means: by name, or by a property of the module that returns one of the model."""
+    """Return the modules that a part of a path means: by name, by further name, or by a property that returns one of the model."""
     if part == "*":
         return list(envoy._children.values())
     for name in (part, part.removeprefix("E_")):
         if name in envoy._children:
             return [envoy._children[name]]
+    if part in envoy._aliases:
+        return [envoy.__dict__[part]]
     if not hasattr(type(envoy._module), part):
         return []
     module = getattr(envoy._module, part, None)

@@ -203,6 +203,13 @@ def test_a_name_further_along_the_key() -> None:
         model["last"]
 
 
+def test_a_key_through_the_names_of_other_keys() -> None:
+    names = {"trunk.layers": "blocks", "transformer": ["trunk", "backbone"], "h": "layers", "backbone.nothing": "missing"}
+    model = make(rename=names)
+    assert model.blocks is model.trunk.layers is model.transformer.h
+    assert copy.deepcopy(model).blocks[0].path == "model.transformer.h.0"
+
+
 def test_a_key_through_a_property() -> None:
     class WithBase(Net):
         @property

@@ -475,6 +475,27 @@ def test_a_name_made_at_run_time_after_the_capture_is_an_error_once(model: NNsig
     torch.testing.assert_close(found, _weights(net.layers[1], before), rtol=0, atol=0)
 
 
+def test_a_name_inside_an_operation_after_the_capture_is_an_error_once(model: NNsight, net: Net, x: torch.Tensor) -> None:
+    class Accessor:
+        """As helper libraries have them: the names are behind a special method."""
+
+        def __getitem__(self, layer: int) -> Any:
+            return model.layers[layer].source.weigh_0.source.torch_softmax_0.output
+
+    weights = Accessor()
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        with model.trace(x):
+            before = model.layers[0].output.save()
+            found = weights[1].save()
+        return before, found
+
+    with pytest.raises(MissedProviderError, match="run the trace again"):
+        run()
+    before, found = run()
+    torch.testing.assert_close(found, _weights(net.layers[1], before), rtol=0, atol=0)
+
+
 def test_operations_that_were_passed_uncounted_are_an_error_where_the_count_matters(
     model: NNsight, net: Net, x: torch.Tensor
 ) -> None:

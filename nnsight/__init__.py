@@ -36,6 +36,7 @@ provide(
     program_of="nnsight.program.traces",
     program_trace="nnsight.program.traces",
     model_key_of="nnsight.remote.protocol",
+    ModelKey="nnsight.remote.protocol",
 )
 
 #: Names that are imported when first used, with the module they come from.

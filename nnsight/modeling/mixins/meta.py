@@ -201,6 +201,9 @@ class MetaMixin(LoadableMixin):
         return call_loaded
 
 
+Meta = MetaMixin
+
+
 def _frozen(module: torch.nn.Module) -> set[str]:
     return {name for name, weight in module._parameters.items() if weight is not None and not weight.requires_grad}
 
@@ -237,6 +240,3 @@ def _carry_over(lazy: torch.nn.Module, made: list[_ModuleAsMade], loaded: torch.
             for name, child in module._modules.items():
                 if child in counterparts:
                     module._modules[name] = counterparts[child]
-
-
-Meta = MetaMixin

@@ -1,7 +1,34 @@
-"""Names for a base class of models that run remotely, which every model that is loaded by name can."""
+"""Models that servers know by name."""
 
+from __future__ import annotations
+
+from typing import Any, Self
+
+from ...late_binding import late
 from .meta import MetaMixin
 
-Remotable = RemoteableMixin = MetaMixin
 
-__all__ = ["Remotable", "RemoteableMixin"]
+class RemoteableMixin(MetaMixin):
+    """A root class whose models are named by a key, ``import.path.Class:{JSON}``, and made from it again."""
+
+    @classmethod
+    def from_model_key(cls, key: str, **options: Any) -> Self:
+        """Return the model that a key of :meth:`to_model_key` names; ``options`` are those of the class, and come before the key's.
+
+        Raises:
+            ValueError: If ``key`` is no key.
+
+        Example:
+            >>> LanguageModel.from_model_key(LanguageModel("nnsight/demo").to_model_key()).repo_id
+            'nnsight/demo'
+        """
+        named = late("ModelKey").parse(key)
+        return cls(named.repo_id, **{**cls._options_of_key(named), **options})
+
+    @classmethod
+    def _options_of_key(cls, key: Any) -> dict[str, Any]:
+        """Return the options that a key stands for; those of ``main`` are left out."""
+        return {} if key.revision == "main" else {"revision": key.revision}
+
+
+Remotable = RemoteableMixin

@@ -29,6 +29,7 @@ from ..runtime.modules.tree import ModuleTree
 from ..runtime.uncompiled import uncompiled
 from ..tracing.source import calls_for_with
 from .attributes import DERIVED, ends_with, unknown_attribute, with_child_named
+from .showing import shown
 from .source import Source, source_of
 
 #: Which class the envoys of a tree have.
@@ -345,27 +346,7 @@ class Envoy(Located):
         """Return what torch shows of the module, with further names and with the described properties that classes of envoys add."""
         if not any(described(type(envoy), Envoy) or envoy._aliases for envoy in Envoy.modules(self)):
             return repr(self._module)
-        return repr(self._shown())
-
-    def _shown(self) -> torch.nn.Module:
-        """Return a stand-in for the module that torch shows with the properties of the envoys."""
-        module = self._module
-        shown: torch.nn.Module = object.__new__(type(module))
-        names: dict[str, list[str]] = {name: [name] for name in self._children}
-        added = [f"{name}: {description}" for name, description in described(type(self), Envoy).items()]
-        for alias in sorted(self._aliases, reverse=True):
-            target = self.__dict__[alias]
-            own_name = next((name for name, child in self._children.items() if child is target), None)
-            if own_name is None:
-                added.append(f"({alias}) -> {target._path.removeprefix(self._path).removeprefix('.')}")
-            else:
-                names[own_name].insert(0, alias)
-        children = {"/".join(names[name]): child._shown() for name, child in self._children.items()}
-        shown.__dict__.update(module.__dict__, _modules=children)
-        if added:
-            own = module.extra_repr()
-            shown.__dict__["extra_repr"] = lambda: "\n".join([own, *added] if own else added)
-        return shown
+        return repr(shown(self, Envoy))
 
     # -- keeping up with the module ------------------------------------------------------------------------------
 

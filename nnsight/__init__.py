@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from .modeling.language import LanguageModel, demo_model
     from .modeling.transformers import TransformersModel
     from .modeling.vlm import VisionLanguageModel
+    from .ndif import compare, is_model_running, login, ndif_status, register, status, whoami
     from .program.program import Program
-    from .remote.client.fleet import compare, is_model_running, ndif_status, status
     from .runtime.errors import NNsightDeprecationWarning, UncompiledWarning
     from .util import Object
 
@@ -52,12 +52,15 @@ _LAZY = {
     "TransformersModel": ".modeling.transformers",
     "UncompiledWarning": ".runtime.errors",
     "VisionLanguageModel": ".modeling.vlm",
-    "compare": ".remote.client.fleet",
+    "compare": ".ndif",
     "debug_dir": ".fx.show.debug",
     "demo_model": ".modeling.language",
-    "is_model_running": ".remote.client.fleet",
-    "ndif_status": ".remote.client.fleet",
-    "status": ".remote.client.fleet",
+    "is_model_running": ".ndif",
+    "login": ".ndif",
+    "ndif_status": ".ndif",
+    "register": ".ndif",
+    "status": ".ndif",
+    "whoami": ".ndif",
 }
 
 __all__ = [
@@ -77,14 +80,17 @@ __all__ = [
     "debug_dir",
     "demo_model",
     "is_model_running",
+    "login",
     "ndif_status",
+    "register",
     "save",
     "status",
+    "whoami",
 ]
 
 
 #: Packages and modules that are attributes without an import of their own.
-_MODULES = {"cli", "envoy", "fx", "intervention", "modeling", "program", "remote", "runtime", "util"}
+_MODULES = {"cli", "envoy", "fx", "intervention", "modeling", "ndif", "program", "remote", "runtime", "schema", "util"}
 
 
 def __getattr__(name: str) -> Any:

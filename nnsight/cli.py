@@ -1,4 +1,4 @@
-"""The command ``nnsight``: serve models, here or in a vLLM engine, and manage the keys of a server."""
+"""The command ``nnsight``: serve models, here or in a vLLM engine, manage the keys of a server, and keep one's own."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import importlib.util
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,18 @@ def _parser() -> argparse.ArgumentParser:
     vllm = commands.add_parser("vllm", help="vLLM's server, with edits (docs/vllm.md)")
     vllm.add_argument("command", choices=["serve"], help="`nnsight vllm serve --help` shows the options")
 
+    _add_key_commands(commands)
+    return parser
+
+
+def _add_key_commands(commands: Any) -> None:
+    """Add the commands about one's own key, and about those of a server."""
+    login = commands.add_parser("login", help="check a key for remote traces and keep it")
+    login.add_argument("key", nargs="?", help="asked for, without showing it, if it is not given")
+    login.set_defaults(run=_login)
+    whoami = commands.add_parser("whoami", help="print whose key is used for remote traces")
+    whoami.set_defaults(run=_whoami)
+
     keys = commands.add_parser("keys", help="who may use a server").add_subparsers(required=True, metavar="COMMAND")
     add = keys.add_parser("add", help="make a key and print it, this once")
     listing = keys.add_parser("list", help="print names and limits")
@@ -51,7 +63,6 @@ def _parser() -> argparse.ArgumentParser:
     add.set_defaults(run=_add_key)
     listing.set_defaults(run=_list_keys)
     remove.set_defaults(run=_remove_key)
-    return parser
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:
@@ -227,6 +238,37 @@ def _serve_vllm(parsed: argparse.Namespace) -> None:
     from .vllm.serving.command import main
 
     main(parsed.arguments)
+
+
+def _login(parsed: argparse.Namespace) -> None:
+    from .ndif import login
+
+    with _refusals():
+        identity = login(parsed.key)
+    print("No key was given, so nothing was stored." if identity is None else f"This is the key of {_named(identity)}. It is stored.")
+
+
+def _whoami(parsed: argparse.Namespace) -> None:
+    from .ndif import whoami
+
+    with _refusals():
+        print(_named(whoami()))
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """Report what a server refuses as mistakes of the user are."""
+    from .remote.client.errors import RemoteError
+
+    try:
+        yield
+    except RemoteError as error:
+        raise ValueError(str(error)) from error
+
+
+def _named(identity: dict[str, Any]) -> str:
+    tags = ", ".join(map(str, identity["tags"]))
+    return f"{identity['email'] or 'nobody: the server takes all keys'}{f' ({tags})' if tags else ''}"
 
 
 def _add_key(parsed: argparse.Namespace) -> None:

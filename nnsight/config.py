@@ -4,26 +4,54 @@
 that this program has assigned (``del CONFIG.APP.DEBUG`` removes it), the environment variable (``NNSIGHT_APP_DEBUG=1``), the user's file,
 the default. ``print(CONFIG)`` shows every value and its origin.
 
-The file is ``$NNSIGHT_CONFIG``, else ``nnsight/config.json`` in ``$XDG_CONFIG_HOME`` or ``~/.config``. It is read when the first option is
-looked up, and has an object for each section: ``{"APP": {"DEBUG": true}}``. It is JSON because the standard library reads and writes that.
-Mistakes in the file or in an environment variable are warnings; mistakes of a program are errors.
+The file is ``$NNSIGHT_CONFIG``, else ``nnsight/config.yaml`` in ``$XDG_CONFIG_HOME`` or ``~/.config``. It is YAML, or JSON if its name ends
+in ``.json``, and is read when the first option is looked up; it has a mapping for each section, ``APP`` and ``API``. A ``config.json`` is
+used where there is no ``config.yaml``. Mistakes in the file or in an environment variable are warnings; mistakes of a program are errors.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
+from typing import Any
 
 from .options import ConfigWarning, Option, OptionFile, Section
 
 __all__ = ["CONFIG", "ApiConfig", "AppConfig", "Config", "ConfigWarning"]
 
 
+def _asked_for_details() -> tuple[bool, str] | None:
+    """Return that tracebacks are to have all frames, where the program was started so."""
+    if os.environ.get("NNSIGHT_DEBUG"):
+        return True, "environment variable NNSIGHT_DEBUG"
+    flag = next((flag for flag in getattr(sys, "argv", [])[1:] if flag in ("-v", "--verbose")), None)
+    return None if flag is None else (True, f"argument {flag} of this program")
+
+
+def _colab_secret() -> tuple[str, str] | None:
+    """Return the key among the secrets of a notebook in Colab, which are asked for once; None if they cannot be had."""
+    if "google.colab" not in sys.modules and "COLAB_RELEASE_TAG" not in os.environ:
+        return None
+    if not _secrets:
+        try:
+            from google.colab import userdata
+
+            _secrets.append(userdata.get("NDIF_API_KEY"))
+        except Exception:  # no such secret, no access to it, no notebook: another key may come from elsewhere
+            _secrets.append(None)
+    return (_secrets[0], "secret NDIF_API_KEY of this notebook") if _secrets[0] else None
+
+
+_secrets: list[Any] = []
+
+
 class AppConfig(Section):
     """Switches of the local library.
 
     Attributes:
-        DEBUG: Show this package's own frames in tracebacks.
+        DEBUG: Show this package's own frames in tracebacks. Also on with any value of the environment variable ``NNSIGHT_DEBUG``,
+            and with ``-v`` or ``--verbose`` among the arguments of the program.
         CROSS_INVOKER: Let invokes see each other's variables. When off, each works on its own copy of the variables
             around it.
         PYMOUNT: Offer ``.save()`` as a method of built-in containers and numbers in helper functions outside of blocks. When
@@ -32,16 +60,18 @@ class AppConfig(Section):
         REMOTE_LOGGING: Print the progress of remote jobs.
         PROGRESS: Show what is being captured or lowered for a compiled trace, after two seconds.
         TRACE_CACHING: No effect; every block is compiled once, always.
+        DISABLE_CPP_BACKTRACE: No effect; scripts for other versions assign it.
     """
 
     title = "APP"
 
-    DEBUG = Option(False)
+    DEBUG = Option(False, before_file=_asked_for_details)
     CROSS_INVOKER = Option(True)
     PYMOUNT = Option(True)
     REMOTE_LOGGING = Option(True)
     PROGRESS = Option(True)
     TRACE_CACHING = Option(True)
+    DISABLE_CPP_BACKTRACE = Option(True)
 
 
 class ApiConfig(Section):
@@ -49,16 +79,19 @@ class ApiConfig(Section):
 
     Attributes:
         HOST: URL of the service; environment variable ``NDIF_HOST``.
-        KEY: The user's key, a secret; environment variable ``NDIF_API_KEY``. ``APIKEY`` is another name for it.
+        KEY: The user's key, a secret; environment variable ``NDIF_API_KEY``. ``APIKEY`` is another name for it, and that in the file.
+            In Colab, the secret of the notebook with the name of the variable is used if there is no other key.
         CUTS: How many jobs a remote trace or session may send for values that its block needs in Python; with 0, such a
             block is refused.
+        COMPRESS: No effect; scripts for other versions assign it.
     """
 
     title = "API"
 
     HOST = Option("https://api.ndif.us", variable="NDIF_HOST")
-    KEY: Option[str | None] = Option(None, variable="NDIF_API_KEY", secret=True)
+    KEY: Option[str | None] = Option(None, variable="NDIF_API_KEY", secret=True, alias="APIKEY", after_file=_colab_secret)
     CUTS = Option(16)
+    COMPRESS = Option(True)
     APIKEY = property(lambda self: self.KEY, lambda self, key: setattr(self, "KEY", key))
 
 
@@ -74,6 +107,11 @@ class Config:
         options = {option.path: option for kind in (AppConfig, ApiConfig) for option in kind.options().values()}
         file = OptionFile(options)
         vars(self).update(APP=AppConfig(file), API=ApiConfig(file), _file=file)
+
+    @classmethod
+    def load(cls) -> Config:
+        """Return new options, of which this program has assigned none: those of environment and file."""
+        return cls()
 
     def save(self) -> None:
         """Keep what this program has assigned in the user's file, for later programs; its other content stays.

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, TypeAlias, TypeVar
 
 T = TypeVar("T")
+Source: TypeAlias = "Callable[[], tuple[T, str] | None]"
 
 _SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off"), False)
 
@@ -27,12 +28,25 @@ class Option(Generic[T]):
         default: The value if none was chosen. Its type is that of all values; ``None`` stands for a string that is not set.
         variable: The environment variable; ``NNSIGHT_<section>_<name>`` by default.
         secret: Whether values must not be shown.
+        alias: A further name, under which the file has the option.
+        before_file: Returns value and origin where something else chooses the option, behind the environment variable.
+        after_file: Likewise, if the file has nothing.
     """
 
-    def __init__(self, default: T, *, variable: str | None = None, secret: bool = False) -> None:
+    def __init__(
+        self,
+        default: T,
+        *,
+        variable: str | None = None,
+        secret: bool = False,
+        alias: str | None = None,
+        before_file: Source[T] = lambda: None,
+        after_file: Source[T] = lambda: None,
+    ) -> None:
         self.default = default
         self.kind = str if default is None else type(default)
-        self.secret = secret
+        self.secret, self.alias = secret, alias
+        self.before_file, self.after_file = before_file, after_file
         self._variable = variable
 
     def __set_name__(self, owner: type[Section], name: str) -> None:
@@ -86,7 +100,8 @@ class Section:
             kinds = ", ".join(_SWITCH) if option.kind is bool else "the natural numbers"
             _warn(f"The environment variable {option.variable} is {text!r}, not one of {kinds}; it is not used.")
         values = self._file.values
-        return (values[option.path], "file") if option.path in values else (option.default, "default")
+        in_file = (values[option.path], "file") if option.path in values else None
+        return option.before_file() or in_file or option.after_file() or (option.default, "default")
 
     @classmethod
     def options(cls) -> dict[str, Option[Any]]:
@@ -111,7 +126,11 @@ class OptionFile:
     """The user's file, with values of ``options``, which are given by path, such as ``APP.DEBUG``."""
 
     def __init__(self, options: Mapping[str, Option[Any]]) -> None:
-        self._options = options
+        self._options = {
+            path: option
+            for option in options.values()
+            for path in (option.path, f"{option.path.partition('.')[0]}.{option.alias or option.name}")
+        }
         self._values: dict[str, Any] | None = None
 
     @property
@@ -123,7 +142,8 @@ class OptionFile:
         base = os.environ.get("XDG_CONFIG_HOME", "")
         if not os.path.isabs(base):  # the standard says to ignore it then
             base = os.path.expanduser("~/.config")
-        return os.path.join(base, "nnsight", "config.json")
+        path, older = (os.path.join(base, "nnsight", name) for name in ("config.yaml", "config.json"))
+        return older if os.path.exists(older) and not os.path.exists(path) else path
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -144,7 +164,6 @@ class OptionFile:
             ValueError: If the file exists and is not what :meth:`write` writes; it is not touched then.
             OSError: If the file cannot be written.
         """
-        import json
         import tempfile
 
         path = os.path.realpath(self.path)
@@ -154,18 +173,18 @@ class OptionFile:
             raise ValueError(f"Nothing was saved, so as not to lose what is in {path}: {error}.") from None
         for option_path, value in values.items():
             title, name = option_path.split(".")
-            options = content.setdefault(title, {})
-            options[name] = value
-            if value == self._options[option_path].default:
-                del options[name]
+            option, options = self._options[option_path], content.setdefault(title, {})
+            for known in {name, option.alias or name}:
+                options.pop(known, None)
+            if value != option.default:
+                options[option.alias or name] = value
         folder = os.path.dirname(path)
         os.makedirs(folder, mode=0o700, exist_ok=True)
         # Only the user may read it, because it may have a key. It is replaced as a whole.
         descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".config-")
         try:
             with open(descriptor, "w", encoding="utf-8") as file:
-                json.dump({title: options for title, options in content.items() if options}, file, indent=2)
-                file.write("\n")
+                file.write(_text_of({title: options for title, options in content.items() if options}, path))
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
@@ -179,7 +198,7 @@ class OptionFile:
         for path, value in given.items():
             option = self._options.get(path)
             if option is not None and option.accepts(value):
-                values[path] = value
+                values[option.path] = value
             else:
                 what = f"there is no option {path}" if option is None else f"{path} is not of type {option.kind.__name__}"
                 _warn(f"{self.path}: {what}; it is not used.")
@@ -190,13 +209,36 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     """Return the content of a file: options by name, by section. A file that does not exist is empty."""
     if not os.path.exists(path):
         return {}
-    import json
-
     with open(path, encoding="utf-8") as file:
-        content = json.loads(file.read() or "{}")
+        text = file.read()
+    if path.endswith(".json"):
+        import json
+
+        content = json.loads(text or "{}")
+    else:
+        import yaml
+
+        try:
+            content = yaml.safe_load(text) or {}
+        except yaml.YAMLError as error:
+            raise ValueError(f"it is not YAML: {error}") from None
+    if isinstance(content, dict):
+        content = {title: {} if options is None else options for title, options in content.items()}
     if not isinstance(content, dict) or not all(isinstance(options, dict) for options in content.values()):
         raise ValueError('it must hold an object for each section, as in {"APP": {"DEBUG": true}}')
     return content
+
+
+def _text_of(content: dict[str, dict[str, Any]], path: str) -> str:
+    """Return the text of a file with this content: JSON if its name ends so, else YAML."""
+    if path.endswith(".json"):
+        import json
+
+        return json.dumps(content, indent=2) + "\n"
+    import yaml
+
+    text: str = yaml.safe_dump(content, sort_keys=False)
+    return text
 
 
 def _warn(message: str) -> None:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,8 @@ CACHE = "cache" if "cache" in inspect.signature(GPT2Model.forward).parameters el
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # `pytest -v` is no wish for all frames of tracebacks, see `CONFIG.APP.DEBUG`.
+    sys.argv[:] = [argument for argument in sys.argv if argument not in ("-v", "--verbose")]
     config.addinivalue_line("markers", "slow: takes seconds, because a backend generates and compiles code")
     # Inductor imports parts of torch that torch itself has deprecated.
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit:DeprecationWarning")

@@ -30,6 +30,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for variable in list(os.environ):
         if variable in VARIABLES or variable.startswith(("NNSIGHT_APP_", "NNSIGHT_API_")):
             monkeypatch.delenv(variable)
+    monkeypatch.setattr(sys, "argv", ["program"])
     file = tmp_path / "home" / "config.json"
     monkeypatch.setenv("NNSIGHT_CONFIG", str(file))
     return file
@@ -254,7 +255,7 @@ def test_set_default_api_key_keeps_the_key_and_nothing_else(path: Path) -> None:
     config.APP.DEBUG = True
     config.set_default_api_key("my-key")
     assert config.API.KEY == "my-key"
-    assert json.loads(path.read_text()) == {"API": {"KEY": "my-key"}}
+    assert json.loads(path.read_text()) == {"API": {"APIKEY": "my-key"}}
     assert run("from nnsight import CONFIG; print(CONFIG.API.KEY)") == "my-key"
     assert run("from nnsight import CONFIG; print(CONFIG.API.KEY)", NDIF_API_KEY="other") == "other"
     for wrong in ("", "two words", "key\n"):
@@ -351,12 +352,106 @@ def test_without_a_file_nothing_heavy_is_imported() -> None:
     import sys
     from nnsight import CONFIG
     CONFIG.APP.DEBUG, CONFIG.API.KEY
-    assert not {"json", "tempfile", "torch"} & set(sys.modules)
+    assert not {"yaml", "json", "tempfile", "torch"} & set(sys.modules)
     print("light")
     """
     assert run(code) == "light"
 
 
+
+
+def test_a_program_or_a_variable_asks_for_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config()
+    for argument in ("-v", "--verbose"):
+        monkeypatch.setattr(sys, "argv", ["program", "input", argument])
+        assert config.APP.DEBUG is True
+        assert f"argument {argument} of this program" in repr(config.APP)
+    monkeypatch.setenv("NNSIGHT_APP_DEBUG", "0")
+    assert config.APP.DEBUG is False
+    monkeypatch.delenv("NNSIGHT_APP_DEBUG")
+    monkeypatch.setattr(sys, "argv", ["-v"])  # the name of the program is no argument
+    assert config.APP.DEBUG is False
+    monkeypatch.setenv("NNSIGHT_DEBUG", "anything")
+    assert config.APP.DEBUG is True
+    config.APP.DEBUG = False
+    assert config.APP.DEBUG is False
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the file where no variable names the file."""
+    monkeypatch.delenv("NNSIGHT_CONFIG")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    return tmp_path / "nnsight"
+
+
+def test_a_yaml_file_as_other_versions_leave_it(home: Path) -> None:
+    text = "API:\n  APIKEY: hidden-key\n  COMPRESS: true\n  HOST: https://other\nAPP:\n  DEBUG: true\n  DISABLE_CPP_BACKTRACE: true\n"
+    write(home / "config.yaml", text)
+    config = Config.load()
+    assert (config.API.KEY, config.API.HOST, config.APP.DEBUG) == ("hidden-key", "https://other", True)
+    config.API.HOST = "https://third"
+    config.set_default_api_key("new-key")
+    assert config.API.APIKEY == Config.load().API.KEY == "new-key"
+    assert Config.load().API.HOST == "https://other"  # only the key was written
+    config.save()
+    assert Config.load().API.HOST == "https://third" and Config.load().APP.DEBUG is True
+    assert "APIKEY: new-key" in (home / "config.yaml").read_text()
+    assert [file.name for file in home.iterdir()] == ["config.yaml"]
+
+
+def test_a_json_file_of_an_earlier_version_is_used_until_there_is_another(home: Path) -> None:
+    write(home / "config.json", {"API": {"KEY": "hidden-key"}, "APP": {"DEBUG": True}})
+    config = Config()
+    assert config.API.KEY == "hidden-key"
+    config.set_default_api_key("new-key")
+    assert json.loads((home / "config.json").read_text()) == {"API": {"APIKEY": "new-key"}, "APP": {"DEBUG": True}}
+    write(home / "config.yaml", "APP:\nAPI: {APIKEY: third}\n")
+    assert (Config().API.KEY, Config().APP.DEBUG) == ("third", False)
+
+
+@pytest.mark.parametrize("text", ["API: [1", "- 1", "API: 7"])
+def test_yaml_that_is_wrong_is_reported_and_left_out(home: Path, text: str) -> None:
+    write(home / "config.yaml", text)
+    with pytest.warns(ConfigWarning, match="it is not YAML|must hold an object for each section"):
+        assert Config().API.KEY is None
+
+
+def test_options_without_effect_here_can_be_assigned() -> None:
+    config = Config()
+    config.API.COMPRESS = False
+    config.APP.DISABLE_CPP_BACKTRACE = False
+
+
+def test_the_secret_of_a_notebook_is_the_last_key(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import types
+
+    import nnsight.config
+
+    asked: list[str] = []
+
+    def get(name: str) -> str:
+        asked.append(name)
+        if len(asked) == 1:
+            raise TimeoutError("no access")
+        return "of-the-notebook"
+
+    monkeypatch.setattr(nnsight.config, "_secrets", [])
+    colab = types.ModuleType("google.colab")
+    colab.userdata = types.SimpleNamespace(get=get)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "google", types.ModuleType("google"))
+    monkeypatch.setitem(sys.modules, "google.colab", colab)
+    config = Config()
+    monkeypatch.setenv("NDIF_API_KEY", "of-the-environment")
+    assert config.API.KEY == "of-the-environment" and asked == []
+    monkeypatch.delenv("NDIF_API_KEY")
+    assert config.API.KEY is None and config.API.KEY is None
+    assert asked == ["NDIF_API_KEY"]  # asked once, and silent about the failure
+    monkeypatch.setattr(nnsight.config, "_secrets", [])
+    assert config.API.KEY == "of-the-notebook"
+    assert "of-the-notebook" not in repr(config)
+    write(path, {"API": {"KEY": "of-the-file"}})
+    assert Config().API.KEY == "of-the-file"
 
 
 def test_another_name_of_the_key() -> None:

@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 
 import pytest
+import torch
 
 import nnsight
 
@@ -20,6 +21,23 @@ PATHS = [
     ("nnsight.intervention.eproperty", "IEnvoy", "nnsight.runtime.modules.eproperty"),
     ("nnsight.intervention.source", "Source", "nnsight.envoy.source"),
     ("nnsight.intervention.source", "SourceError", "nnsight.runtime.modules.listing"),
+    ("nnsight.intervention.source", "OperationEnvoy", "nnsight.envoy.source"),
+    ("nnsight.intervention.envoy", "traceable", "nnsight.envoy.methods"),
+    ("nnsight.intervention.cache", "Cache", "nnsight.runtime.cache"),
+    ("nnsight.intervention.cache", "CacheView", "nnsight.runtime.cache"),
+    ("nnsight.intervention.barrier", "Barrier", "nnsight.runtime.invoker"),
+    ("nnsight.intervention.tracer", "InterleavingTracer", "nnsight.runtime.tracer"),
+    ("nnsight.intervention.tracer", "ScanningTracer", "nnsight.modeling.scanning"),
+    ("nnsight.intervention.tracer", "Invoker", "nnsight.runtime.invoker"),
+    ("nnsight.intervention.editing", "EditingTracer", "nnsight.runtime.editing"),
+    ("nnsight.intervention.iterator", "IteratorTracer", "nnsight.runtime.iteration"),
+    ("nnsight.intervention.backward", "BackwardsTracer", "nnsight.runtime.gradients"),
+    ("nnsight.schema.config", "CONFIG", "nnsight"),
+    ("nnsight.schema.config", "Config", "nnsight.config"),
+    ("nnsight.schema.config", "ApiConfig", "nnsight.config"),
+    ("nnsight.schema.config", "AppConfig", "nnsight.config"),
+    ("nnsight.tracing.tracer", "WithBlockNotFoundError", "nnsight.tracing"),
+    ("nnsight.tracing.tracer", "save", "nnsight"),
     ("nnsight.intervention.hooks", "requires_output", "nnsight.runtime.modules.eproperty"),
     ("nnsight.intervention.hooks", "requires_input", "nnsight.runtime.modules.eproperty"),
     ("nnsight.intervention.interleaver", "Interleaver", "nnsight.compat.interleaver"),
@@ -74,7 +92,12 @@ def test_documented_paths_are_attributes_without_an_import_of_their_own() -> Non
         "nnsight.modeling.vlm.VisionLanguageModel",
         "nnsight.modeling.mixins.remotable.Remotable",
         "nnsight.runtime.carriers.register_carrier",
+        "nnsight.modeling.mixins.loadable.Loadable",
+        "nnsight.modeling.mixins.meta.Meta",
+        "nnsight.modeling.mixins.meta.MetaDevice",
+        "nnsight.modeling.mixins.remotable.Remotable",
         "nnsight.tracing.tracer.Tracer",
+        "nnsight.tracing.backend.Backend",
         "nnsight.util.apply",
         "nnsight.remote.protocol",
         "nnsight.fx.counters",
@@ -102,10 +125,11 @@ def test_packages_list_their_modules_and_have_no_others() -> None:
 
 
 def test_names_of_models_and_of_what_they_are_made_of() -> None:
+    from nnsight.intervention import cache, source
     from nnsight.modeling.huggingface import HuggingFaceModel
     from nnsight.modeling.mixins import LoadableMixin, MetaMixin, RemoteableMixin
     from nnsight.modeling.mixins.loadable import Loadable
-    from nnsight.modeling.mixins.meta import Meta, MetaDevice
+    from nnsight.modeling.mixins.meta import Meta
     from nnsight.modeling.mixins.remotable import Remotable
     from nnsight.modeling.transformers import TransformersModel
     from nnsight.modeling.vlm import VisionLanguageModel
@@ -114,8 +138,20 @@ def test_names_of_models_and_of_what_they_are_made_of() -> None:
     assert nnsight.TransformersModel is TransformersModel and nnsight.VisionLanguageModel is VisionLanguageModel
     bases = [TransformersModel, HuggingFaceModel, Remotable, Meta, Loadable, nnsight.NNsight]
     assert [kind for kind in nnsight.LanguageModel.__mro__ if kind in bases] == bases
+    assert source.SourceEnvoy is source.OperationEnvoy and source.SourceNotAvailable is source.SourceError
+    assert cache.Entry.__name__ == "CacheEntry"
+
+
+def test_modules_without_memory() -> None:
+    from nnsight.modeling.mixins.meta import MetaDevice
+
+    kept = torch.ones(2)
     with MetaDevice():
-        assert importlib.import_module("torch").ones(2).is_meta
+        module = torch.nn.Sequential(torch.nn.Linear(2, 2, device="cpu"), torch.nn.LayerNorm(2)).to("cuda", torch.float16)
+        made, there = torch.tensor([1.0]).to("cpu").double(), kept + 1
+    assert {(parameter.device.type, parameter.dtype) for parameter in module.parameters()} == {("meta", torch.float16)}
+    assert made.is_meta and made.dtype == torch.float64 and there.tolist() == [2.0, 2.0]
+    assert torch.ones(1).device.type == "cpu"
 
 
 def test_errors_are_one_family() -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..runtime.iteration import Iterations
+from ..runtime.errors import NNsightDeprecationWarning
+from ..runtime.iteration import Iterations, IteratorTracer, Steps
 from ..tracing.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -47,14 +48,33 @@ def _original(envoy: Envoy) -> Envoy:
     return envoy
 
 
+class _OfEnvoy(Iterations):
+    """``model.iter``, which warns where steps are chosen."""
+
+    def __getitem__(self, steps: Steps) -> IteratorTracer:
+        _warn("iter")
+        return super().__getitem__(steps)
+
+
+def _all() -> IteratorTracer:
+    _warn("all()")
+    return Iterations()[:]
+
+
+def _warn(name: str) -> None:
+    """Warn at the line of the user who calls this's caller."""
+    warnings.warn(f"`{name}` of a model is now `tracer.{name}`, of the tracer that `with` binds.", NNsightDeprecationWarning, stacklevel=3)
+
+
 #: Attributes of envoys whose modules have none of that name.
 DERIVED: dict[str, Callable[[Envoy], Any]] = {
-    "all": lambda envoy: lambda: Iterations()[:],
+    "all": lambda envoy: _all,
     "device": _device,
     "devices": _devices,
-    "iter": lambda envoy: Iterations(),
+    "iter": lambda envoy: _OfEnvoy(),
     "parent": _parent,
     "root": _root,
+    "_model": lambda envoy: envoy._module,
     "_orig_mod": _original,
 }
 

@@ -13,6 +13,7 @@ import functools
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ from ..runtime.modules.tree import ModuleTree
 from ..runtime.uncompiled import uncompiled
 from ..tracing.source import calls_for_with
 from .attributes import DERIVED, ends_with, unknown_attribute, with_child_named
+from .showing import shown
 from .source import Source, source_of
 
 #: Which class the envoys of a tree have.
@@ -40,11 +42,11 @@ class Envoy(Located):
     Args:
         module: The mirrored module.
         path: Its path, the prefix of its locations.
-        tree: The tree it belongs to; a new one is made for a root.
+        tree: The tree it belongs to, which its root keeps alive; a new one is made for a root.
         known: Envoys made so far, by module, so that a module shared by two parents has one envoy.
         envoys: The class of the envoys below: one class, or a class for each type of module (looked up along the
-            module's base classes) or else end of a path (``"attn"``, ``"mlp.act"``, ``"layers.*"`` for every entry of ``layers``);
-            plain envoys for modules it does not name.
+            module's base classes) or else end of a path (``"attn"``, ``"mlp.act"``, ``"layers.*"`` for every entry of ``layers``),
+            also in names that ``rename=`` gives; plain envoys for modules it does not name.
     """
 
     _path: str
@@ -54,6 +56,7 @@ class Envoy(Located):
     _version: int
     _envoys: EnvoyClasses
     _aliases: set[str]
+    _shown_envoys: dict[str, Envoy]  # those of modules that are attributes and no children
 
     def __init__(
         self,
@@ -64,8 +67,13 @@ class Envoy(Located):
         known: dict[torch.nn.Module, Envoy] | None = None,
         envoys: EnvoyClasses = None,
     ) -> None:
-        tree = tree or ModuleTree(module, path)
-        self.__dict__.update(_path=path, _module=module, _tree=tree, _children={}, _envoys=envoys, _aliases=set(), _version=tree.version)
+        own_tree = None if tree is not None else ModuleTree(module, path)
+        tree = tree or own_tree
+        assert tree is not None
+        self.__dict__.update(_path=path, _module=module, _children={}, _envoys=envoys, _aliases=set(), _version=tree.version)
+        self.__dict__.update(_shown_envoys={}, _tree_of_root=(weakref.ref(tree), tree._traced_call))
+        if own_tree is not None:
+            self.__dict__["_tree"] = own_tree
         known = {} if known is None else known
         known[module] = self
         for name, child in module._modules.items():
@@ -188,10 +196,12 @@ class Envoy(Located):
             raise IndexError(f"`{self._path}` has {len(children)} children; index {key} is out of range.") from None
 
     def __len__(self) -> int:
-        return len(self._children)
+        """Return the length of the module, which is a ``TypeError`` if it has none."""
+        module: Any = self._module
+        return len(module)
 
     def __bool__(self) -> bool:
-        return bool(self._children) or not hasattr(type(self._module), "__len__")
+        return not hasattr(type(self._module), "__len__") or len(self) > 0
 
     def __iter__(self) -> Iterator[Envoy]:
         return iter(self._children.values())
@@ -240,7 +250,21 @@ class Envoy(Located):
             value = children[part] if part in children else getattr(value, part)
         return value
 
+    def _find_tree(self) -> ModuleTree:
+        """Return the tree, which the root holds; without that, the one of another wrapper of the model, else one of this module alone."""
+        reference, traced_call = self.__dict__["_tree_of_root"]
+        tree: ModuleTree | None = reference()
+        if tree is None:
+            tree = ModuleTree.with_module(self._module)
+            if tree is None:
+                tree = self.__dict__["_tree"] = ModuleTree(self._module, self._path, traced_call)
+            for envoy in Envoy.modules(self):
+                envoy.__dict__["_tree_of_root"] = weakref.ref(tree), traced_call
+        return tree
+
     def __getattr__(self, name: str) -> Any:
+        if name == "_tree" and "_tree_of_root" in self.__dict__:
+            return self._find_tree()
         module = self.__dict__.get("_module")
         if module is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
@@ -249,25 +273,38 @@ class Envoy(Located):
         except AttributeError:
             if name in DERIVED:
                 return DERIVED[name](self)
+            if name.removeprefix("E_") in DERIVED and name[2:] in self._children:
+                return self._children[name[2:]]
             raise AttributeError(unknown_attribute(self, name)) from None
         if isinstance(value, torch.nn.Module):
             self._sync()
             if name in self._children:
                 return self._children[name]
-            return self._envoy_of(value)
+            return self._envoy_of(name, value)
         if isinstance(value, types.MethodType) and value.__self__ is module and not name.startswith("_"):
             return self._method(name, value)
         return value
 
-    def _envoy_of(self, module: torch.nn.Module) -> Any:
-        """Return the envoy of a module that was found in another way than by its name, such as a property; else the module."""
-        if module in self._tree.paths:
-            starts: list[Envoy] = [self, *self._tree.roots]
-            for start in starts:
-                for _, envoy in Envoy.named_modules(start):
-                    if envoy._module is module:
-                        return envoy
-        return module
+    def _envoy_of(self, name: str, module: torch.nn.Module) -> Any:
+        """Return the envoy of a module that is an attribute ``name`` and no child: that of a property, or one set past ``nn.Module``."""
+        known = self._shown_envoys.get(name)
+        if known is not None and known._module is module:
+            return known
+        if module not in self._tree.paths:
+            if getattr(self._module, name) is not module:  # one that is made each time
+                return module
+            self._tree.take_in(self._module, name)
+        starts: list[Envoy] = [self, *self._tree.roots]
+        for start in starts:
+            for _, envoy in Envoy.named_modules(start):
+                if envoy._module is module:
+                    return envoy
+        path = self._tree.paths.get(module)
+        if path is None:
+            return module
+        made = self._class_for(module, path)(module, path=path, tree=self._tree, envoys=self._envoys)
+        self._shown_envoys[name] = made
+        return made
 
     def _method(self, name: str, method: types.MethodType) -> Callable[..., Any]:
         """Return ``method``, which in the header of a ``with`` statement is traced.
@@ -306,22 +343,10 @@ class Envoy(Located):
         return sorted({*super().__dir__(), *dir(self._module)})
 
     def __repr__(self) -> str:
-        """Return what torch shows of the module, and in it the described properties that classes of envoys add."""
-        if not any(described(type(envoy), Envoy) for envoy in Envoy.modules(self)):
+        """Return what torch shows of the module, with further names and with the described properties that classes of envoys add."""
+        if not any(described(type(envoy), Envoy) or envoy._aliases for envoy in Envoy.modules(self)):
             return repr(self._module)
-        return repr(self._shown())
-
-    def _shown(self) -> torch.nn.Module:
-        """Return a stand-in for the module that torch shows with the properties of the envoys."""
-        module = self._module
-        shown: torch.nn.Module = object.__new__(type(module))
-        children = {name: child._shown() for name, child in self._children.items()}
-        shown.__dict__.update(module.__dict__, _modules={**module._modules, **children})
-        added = [f".{name}: {description}" for name, description in described(type(self), Envoy).items()]
-        if added:
-            own = module.extra_repr()
-            shown.__dict__["extra_repr"] = lambda: "\n".join([own, *added] if own else added)
-        return shown
+        return repr(shown(self, Envoy))
 
     # -- keeping up with the module ------------------------------------------------------------------------------
 
@@ -344,7 +369,9 @@ class Envoy(Located):
         for kind in type(module).__mro__:
             if kind in classes:
                 return classes[kind]
-        return next((chosen for end, chosen in classes.items() if isinstance(end, str) and ends_with(path, end)), Envoy)
+        ends = {end: chosen for end, chosen in classes.items() if isinstance(end, str)}
+        paths = classes.paths_of(module, path) if ends and hasattr(classes, "paths_of") else [path]
+        return next((chosen for end, chosen in ends.items() if any(ends_with(known, end) for known in paths)), Envoy)
 
     def _descend(self, parts: Sequence[str]) -> Envoy | None:
         """Return the envoy that a path of child names leads to."""

@@ -1,8 +1,8 @@
 """The user's view of the inside of a function: ``envoy.source``.
 
-``print(module.source)`` shows the source of the module's ``forward`` with the names of its operations, that is of the calls in it. An
-operation has ``.output``, ``.input`` and ``.inputs`` as a module has, and a ``.source`` if it calls a Python function. Runs stop at an
-operation once it is named; see :mod:`nnsight.runtime.modules.operations`.
+``print(module.source)`` shows the source of the module's ``forward`` with the names of its operations, that is of the calls and the
+assignments in it. An operation has ``.output``, ``.input`` and ``.inputs`` as a module has, and a ``.source`` if it calls a Python
+function. Runs stop at an operation once it is named; see :mod:`nnsight.runtime.modules.operations`.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Source:
         if self._function is None:
             return OperationEnvoy(self, name, None)
         operations = self._listing.operations
-        operation = operations.get(name)
+        operation = operations.get(self._listing.aliases.get(name, name))
         if operation is None:
             hint = did_you_mean(name, operations)
             raise AttributeError(f"`{self._path}.source` has no operation `{name}`.{hint} There are: {', '.join(operations)}.")
-        return OperationEnvoy(self, name, operation)
+        return OperationEnvoy(self, operation.name, operation)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *(self._listing.operations if self._function is not None else ())})
@@ -93,10 +93,11 @@ class Source:
             starting.setdefault(operation.line, []).append(operation.name)
         width = max((len(name) for name in listing.operations), default=0)
         digits = len(str(len(listing.lines)))
+        start = next((number for number, text in enumerate(listing.lines) if text.lstrip().startswith(("def ", "async def "))), None)
         shown = []
         for number, text in enumerate(listing.lines):
             first, *others = starting.get(number, [""])
-            arrow = "->" if first else "  "
+            arrow = "->" if first else " *" if number == start else "  "
             shown.append(f" {first:{width}} {arrow} {number:{digits}} {text}".rstrip())
             shown += [f" {other:{width}} -> {'+':>{digits}} {'...'}" for other in others]
         return "\n".join(shown)
@@ -128,7 +129,7 @@ def source_of(envoy: Envoy) -> Source:
 
 
 class OperationEnvoy(Located):
-    """One operation, the call ``name`` of ``source``; ``operation`` is ``None`` if only a run can tell which function is called."""
+    """One operation, ``name`` of ``source``; ``operation`` is ``None`` if only a run can tell which function is called."""
 
     def __init__(self, source: Source, name: str, operation: Operation | None) -> None:
         self._source = source
@@ -150,6 +151,8 @@ class OperationEnvoy(Located):
             SourceError: If it calls a module (use that module's envoy) or a C function.
         """
         source, tree = self._source, self._source._tree
+        if self._operation is not None and self._operation.callee is None:
+            raise SourceError(f"`{self._path}` is an assignment, which calls nothing. Use the `.source` of what made its value.")
         callee = None if self._operation is None else tree.callee(source._path, self._operation)
         for known, path in tree.paths.items():
             if known is callee:

@@ -1,8 +1,12 @@
-"""Re-exports what is behind ``.source``; ``SourceNotAvailable`` is another name of :class:`SourceError`."""
+"""Re-exports what is behind ``.source``.
+
+``SourceNotAvailable`` is another name of :class:`SourceError`, ``SourceEnvoy`` one of :class:`OperationEnvoy`.
+"""
 
 from ..envoy.source import OperationEnvoy, Source
 from ..runtime.modules.listing import SourceError
 
+SourceEnvoy = OperationEnvoy
 SourceNotAvailable = SourceError
 
-__all__ = ["OperationEnvoy", "Source", "SourceError", "SourceNotAvailable"]
+__all__ = ["OperationEnvoy", "Source", "SourceEnvoy", "SourceError", "SourceNotAvailable"]

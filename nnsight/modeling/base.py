@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import torch
 
 from ..envoy.envoy import Envoy, EnvoyClasses
-from ..envoy.renaming import add_names, check_names
+from ..envoy.renaming import add_names, check_names, with_names
 from ..late_binding import late
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit
@@ -90,7 +90,8 @@ class NNsight(Editable):
     def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
         """Mirror ``module``, and prepare to compile it if there are options for that."""
         add_tensor_methods()
-        Envoy.__init__(self, module, tree=ModuleTree.of(module, _traced_call), envoys=envoys)
+        tree = self.__dict__["_tree"] = ModuleTree.of(module, _traced_call)
+        Envoy.__init__(self, module, tree=tree, envoys=with_names(envoys, self._rename, tree))
         self._tree.roots.add(self)
         add_names(self, self._rename)
         if compile_options is not None:
@@ -161,7 +162,8 @@ class NNsight(Editable):
             remote: Send the block as data to where the model runs (docs/remote.md): ``True`` to the server of ``CONFIG.API.HOST``,
                 or the address of another; ``"local"`` records it, checks it and runs it in this process, as a server does; ``"program"``
                 records it, for ``tracer.program``, and runs nothing.
-            blocking: Wait for the results of a remote trace; see :class:`~nnsight.remote.client.remote_backend.RemoteBackend`.
+            blocking: Wait for the results of a remote trace; see :class:`~nnsight.remote.client.remote_backend.RemoteBackend`, also for
+                ``job_id=`` and ``verbose=`` of a remote trace.
             scan: Run the model on fake tensors first; the sizes are at ``_fake_output`` and ``_fake_inputs`` of the envoys.
             validate: Run the block on fake tensors first, as in :meth:`scan`, and raise its error before the model runs, or is
                 even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
@@ -187,20 +189,23 @@ class NNsight(Editable):
             )
         traced = self if fn is None else TracedFunction(self, fn)
         if remote is not False or not blocking:
-            backend = self._remote_backend(remote, backend, blocking)
+            backend = self._remote_backend(remote, backend, blocking, kwargs)
         if program:
             backend = self._program_backend(traced, backend)
         return self._tracer(traced, args, kwargs, compile, backend, tracer_cls, scan=scan, validate=validate)
 
-    def _remote_backend(self, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend | None:
-        """Return the backend of a trace that was given these arguments."""
+    def _remote_backend(
+        self, remote: bool | str, backend: Backend | None, blocking: bool, kwargs: dict[str, Any] | None = None
+    ) -> Backend | None:
+        """Return the backend of a trace that was given these arguments; ``kwargs`` lose those for a remote one."""
         if remote is False:
             if not blocking:
                 raise ValueError("blocking=False is for traces that run on a server: add remote=True.")
             return backend
         if session_backend.get() is not None:
             raise ValueError("The session around this trace runs remotely: leave out remote= here.")
-        made: Backend = late("backend_for")(self, remote, backend, blocking)
+        options = {name: kwargs.pop(name) for name in ("job_id", "verbose") if kwargs and name in kwargs}
+        made: Backend = late("backend_for")(self, remote, backend, blocking, **options)
         return made
 
     @staticmethod
@@ -211,12 +216,19 @@ class NNsight(Editable):
         made: Backend = late("program_trace")(traced)
         return made
 
-    def _trace_method(self, envoy: Envoy, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InterleavingTracer:
-        """Return the tracer of a call of the method ``name`` of a module; ``compile`` and ``backend`` are the trace's."""
+    def _trace_method(self, envoy: Envoy, name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InterleavingTracer:
+        """Return the tracer of a call of a method of a module; ``compile``, ``backend`` and the like are the trace's."""
         root = envoy if isinstance(envoy, NNsight) else self
         compile, backend = kwargs.pop("compile", None), kwargs.pop("backend", None)
-        backend = root._remote_backend(kwargs.pop("remote", False), backend, kwargs.pop("blocking", True))
+        backend = root._remote_backend(kwargs.pop("remote", False), backend, kwargs.pop("blocking", True), kwargs)
         return root._tracer(traced_method(root, envoy, name), args, kwargs, compile, backend)
+
+    def _run_method(self, envoy: Envoy, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of ``envoy``, which is this object or below it, with prepared input and the edits of this object."""
+        self._driver(None)  # a lazy model loads
+        if envoy is self:
+            args, kwargs = self._prepare_input(*args, **kwargs)[:2]
+        return self._call_edited(function, args, kwargs, must_run=False) if self._edits_apply() else function(*args, **kwargs)
 
     def _tracer(
         self,

@@ -29,7 +29,7 @@ class Subtree:
     """The tree ``whole`` of a model, with the module at ``path`` for a root."""
 
     def __init__(self, whole: ModuleTree, path: str) -> None:
-        self.whole = whole
+        self._whole = weakref.ref(whole)
         self.path = path
         self._known: tuple[int, torch.nn.Module] | None = None
         self._version = 0
@@ -51,6 +51,14 @@ class Subtree:
                 self._version += 1
             self._seen = seen
         return self._version
+
+    @property
+    def whole(self) -> ModuleTree:
+        """The tree of the model, which its wrapper holds."""
+        whole = self._whole()
+        if whole is None:
+            raise ValueError(f"The model of `{self.path}` is gone: keep its wrapper.")
+        return whole
 
     @property
     def root(self) -> torch.nn.Module:
@@ -158,10 +166,12 @@ class Component(NNsight):
             self._refuse_remote()
         return super()._tracer(function, args, kwargs, compile, backend, tracer_cls, **options)
 
-    def _remote_backend(self, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend | None:
+    def _remote_backend(
+        self, remote: bool | str, backend: Backend | None, blocking: bool, kwargs: dict[str, Any] | None = None
+    ) -> Backend | None:
         if remote is not False:
             self._refuse_remote()
-        return super()._remote_backend(remote, backend, blocking)
+        return super()._remote_backend(remote, backend, blocking, kwargs)
 
     def _refuse_remote(self) -> None:
         raise ValueError(
@@ -180,12 +190,15 @@ class Component(NNsight):
 def component_of(envoy: Envoy) -> Component:
     """Return ``envoy`` as the root of traces of its own; each envoy has one."""
     found: Component | None = envoy.__dict__.get("_component")
-    if found is None:
+    if found is None or found._subtree._whole() is not envoy._tree:
         for root in envoy._tree.roots:
             refuse = getattr(type(root), "_refuse_component", None)
             if refuse is not None:
                 refuse(root, envoy)
-        found = envoy.__dict__["_component"] = Component(envoy)
-    elif found._module is not envoy._module or found._version != envoy._version:
+        made = envoy.__dict__["_component"] = Component(envoy)
+        if found is not None:  # of a model that is gone
+            made._edits.extend(found._edits)
+        return made
+    if found._module is not envoy._module or found._version != envoy._version:
         found._mirror_as(envoy)
     return found

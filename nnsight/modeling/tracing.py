@@ -190,10 +190,12 @@ class TracedFunction:
         return self._root._batch(batched, *args, **kwargs)
 
 
-def traced_method(root: NNsight, envoy: Envoy, name: str) -> TracedFunction:
-    """Return a method of the module of ``envoy``, which is looked up when it runs, as the module may be loaded by then."""
+def traced_method(root: NNsight, envoy: Envoy, name: str | Callable[..., Any]) -> TracedFunction:
+    """Return a method of the module of ``envoy``, which is looked up when it runs, as the module may be loaded by then; or of the envoy."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if not isinstance(name, str):
+            return name(*args, **kwargs)
         own = getattr(envoy, f"__nnsight_{name}__", None)
         return (own or getattr(envoy._module, name))(*args, **kwargs)
 

@@ -188,7 +188,7 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         return save(self)
 
     def __getitem__(self, path: str) -> CacheEntry | CacheCalls:
-        entry = self._entries.get(resolve_alias(path, self._aliases))
+        entry = self._entries.get(resolve_alias(path, self._aliases)) or self._entries.get(resolve_alias(self._rooted(path), self._aliases))
         if entry is None:
             raise MissingEntryError(
                 f"`{path}` is not in the cache; it has {len(self)} modules, by paths such as `{next(iter(self), '-')}`."
@@ -210,11 +210,15 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        root = next(iter(self._entries), name).partition(".")[0]
-        return _CacheView(self, name if name == root else f"{root}.{name}")  # also without the name of the root
+        return CacheView(self, self._rooted(name))
+
+    def _rooted(self, path: str) -> str:
+        """Return ``path``, which may lack the name of the root, with it."""
+        root = next(iter(self._entries), path).partition(".")[0]
+        return path if path.partition(".")[0] == root else f"{root}.{path}"
 
 
-class _CacheView:
+class CacheView:
     """A position along a path of a cache. As a collection it has the paths of the cache from there on."""
 
     def __init__(self, cache: Cache, path: str) -> None:
@@ -225,12 +229,12 @@ class _CacheView:
             raise AttributeError(name)
         return getattr(self._cache[self._path], name) if name in ("output", "input", "inputs") else self[name]
 
-    def save(self) -> _CacheView:
+    def save(self) -> CacheView:
         """Return this position, whose cache is saved already."""
         return save(self)
 
-    def __getitem__(self, index: int | str) -> _CacheView:
-        return _CacheView(self._cache, f"{self._path}.{index}")
+    def __getitem__(self, index: int | str) -> CacheView:
+        return CacheView(self._cache, f"{self._path}.{index}")
 
     def __iter__(self) -> Iterator[str]:
         start = resolve_alias(self._path, self._cache._aliases)

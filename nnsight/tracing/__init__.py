@@ -9,10 +9,11 @@
 Nothing in this layer imports torch.
 """
 
+from .backend import Backend, ExecutionBackend
 from .block import Block, Scope
 from .errors import WithBlockNotFoundError, wrap_exception
 from .saving import save
-from .tracer import Backend, ExecutionBackend, Tracer
+from .tracer import Tracer
 from .unfiled import watch_prompts
 
 __all__ = [

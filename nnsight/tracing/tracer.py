@@ -18,10 +18,13 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from .backend import HERE, Backend
 from .block import Block, Scope, block_at, write_back
-from .errors import BLOCK_NAME, ignore_new_frames, is_internal, show_only_users_frames
-from .saving import mount, saves
+from .errors import BLOCK_NAME, WithBlockNotFoundError, ignore_new_frames, is_internal, show_only_users_frames
+from .saving import mount, save, saves
 from .source import body_lines
+
+__all__ = ["Tracer", "WithBlockNotFoundError", "save"]
 
 
 class _SkipBody(BaseException):
@@ -44,28 +47,6 @@ def _continue_context(failure: BaseException, handled: BaseException | None) -> 
         contexts.append(contexts[-1].__context__)
     if handled not in contexts and contexts[-1].__context__ is None:
         contexts[-1].__context__ = handled
-
-
-class Backend:
-    """Decides what happens to a compiled block.
-
-    A subclass overrides ``__call__``, gets the function from ``super().__call__(tracer)`` and either runs it
-    with ``tracer.execute(function)`` or sends it elsewhere.
-    """
-
-    def __call__(self, tracer: Tracer) -> Any:
-        """Return the body of ``tracer`` as a function without arguments."""
-        return tracer.compile()
-
-
-class ExecutionBackend(Backend):
-    """Runs the block in this process."""
-
-    def __call__(self, tracer: Tracer) -> Any:
-        return tracer.execute(super().__call__(tracer))
-
-
-_HERE = ExecutionBackend()
 
 
 def _noted(execute: Callable[..., Any]) -> Callable[..., Any]:
@@ -95,7 +76,7 @@ class Tracer:
             raise TypeError(f"A backend is a callable that is given the tracer, such as a `Backend`; not {type(backend).__name__}.")
         self._entered = False
         self._deferred = False
-        self.backend = _HERE if backend is None else backend
+        self.backend = HERE if backend is None else backend
         self.info: Block | None = None  # what was captured, while the context is open
         self.scope: Scope | None = None  # its variables, likewise
         self.module_globals: dict[str, Any] = {}  # the globals of its module, likewise
@@ -194,7 +175,7 @@ class Tracer:
         self._deferred = True  # until `execute`
         values: dict[str, Any] | None = None
         try:
-            if self.backend is _HERE:
+            if self.backend is HERE:
                 values = self.replay()
             if values is None:
                 self.backend(self)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from nnsight import NNsight
+from nnsight.intervention.envoy import Envoy, traceable
 from nnsight.intervention.interleaver import OutOfOrderError
 
 from ..conftest import same
@@ -110,3 +111,68 @@ def test_a_function_is_traced_with_the_modules_of_a_model() -> None:
         result = tracer.result.save()
     same((first, second), (own._module(ids()), own._module(ids().flip(1))))
     same(result, first + second)
+
+
+class Encoding(NNsight):
+    """A wrapper with a way into the model of its own."""
+
+    @traceable
+    def encode_twice(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        """Call the model's method, and its head on what that returned."""
+        return self._module.head(self._module.encode(x)) * scale
+
+    def _prepare_input(self, x: Any, **options: Any) -> Any:
+        return (torch.as_tensor(x),), options
+
+
+@pytest.fixture(params=[False, {"backend": "eager"}], ids=["eager", "compiled"])
+def wrapped(request: Any) -> Any:
+    torch.manual_seed(0)
+    return Encoding(Encoder(), compile=request.param)
+
+
+def test_a_traceable_method_in_a_header_is_traced(wrapped: Any) -> None:
+    x = torch.rand(2, 3)
+    with wrapped.encode_twice(x.tolist(), scale=2.0) as tracer:  # prepared as the input of a trace is
+        wrapped.trunk.output[:, 0] = 3.0
+        head = wrapped.head.input.save()
+        result = tracer.result.save()
+    assert head[:, 0].tolist() == [3.0, 3.0]
+    same(result, wrapped._module.head(head) * 2.0)
+    with pytest.raises(OutOfOrderError):
+        with wrapped.encode_twice(x):
+            wrapped.output.save()
+
+
+def test_a_traceable_method_elsewhere_is_the_method_with_edits(wrapped: Any) -> None:
+    x = torch.rand(2, 3)
+    plain = wrapped._module.head(wrapped._module.encode(x))
+    same(wrapped.encode_twice(x.tolist()), plain)
+    with wrapped.edit() as edited:
+        wrapped.trunk.output[:] = 0.0
+    same(edited.encode_twice(x.tolist()), wrapped._module.head(torch.zeros(2, 4)))
+    same(wrapped.encode_twice(x), plain)
+    with wrapped.trace(x):
+        beside = wrapped.encode_twice(x).save()  # nothing is prepared, and nothing is a location
+        out = wrapped.output.save()
+    same(beside, plain)
+    same(out, plain)
+    assert wrapped.encode_twice.__doc__ is not None and wrapped.encode_twice.__doc__.startswith("Call the model's method")
+
+
+class Scaled(Envoy):
+    """The envoy of a layer, with a traceable method."""
+
+    @traceable
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return self._module(x) * 2.0
+
+
+def test_a_traceable_method_of_a_submodule() -> None:
+    model: Any = NNsight(Encoder(), envoys={"trunk": Scaled}, compile={"backend": "eager"})
+    x = torch.rand(2, 3)
+    with model.trunk.scaled(x) as tracer:
+        model.trunk.output[:] = 1.0
+        result = tracer.result.save()
+    assert result.tolist() == [[2.0] * 4] * 2
+    same(model.trunk.scaled(x), model._module.trunk(x) * 2.0)

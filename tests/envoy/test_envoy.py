@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from nnsight import Envoy, NNsight
+from nnsight.intervention.eproperty import eproperty
 
 from ..conftest import both
 
@@ -90,7 +92,7 @@ def test_parents_and_the_root(model: NNsight) -> None:
     assert own.parent.path == "model.parent" and own.root == "a path" and own.iter.path == "model.iter"
     held = NNsight(torch.nn.Sequential(torch.nn.Linear(1, 1)))[0]
     gc.collect()
-    assert held.parent is None and held.root is None
+    assert held.parent is None and held.root is held
 
 
 def test_a_container_without_children_is_false() -> None:
@@ -104,6 +106,76 @@ def test_a_compiled_module_keeps_its_inner_name() -> None:
     assert model._orig_mod is model and model._orig_mod[0].path == "model.0"
     with pytest.raises(AttributeError, match="_orig_mod"):
         NNsight(net)._orig_mod  # noqa: B018
+
+
+class Aside(torch.nn.Module):
+    """Has a block that is no child, and shows another by a property."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.real = torch.nn.Linear(4, 4)
+        self.__dict__["aside"] = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        self.__dict__["elsewhere"] = [torch.nn.Linear(4, 4)]
+
+    @property
+    def listed(self) -> torch.nn.Module:
+        return self.elsewhere[0]
+
+    @property
+    def fresh(self) -> torch.nn.Module:
+        return torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.listed(self.aside(self.real(x)))
+
+
+@both
+@pytest.mark.parametrize("first", ["in the block", "before"])
+def test_a_module_that_is_no_child_becomes_an_envoy(first: str, compile: bool) -> None:
+    model: Any = NNsight(Aside(), compile={"backend": "eager"})
+    x = torch.rand(2, 4)
+    module = model._module
+    assert list(model.fresh.parameters()) == [] and isinstance(model.fresh, torch.nn.Identity)
+    if first == "before":
+        assert model.aside is model.aside and model.aside[0].path == "model.aside.0" and model.listed.path == "model.listed"
+        assert "aside" not in dict(module.named_children())
+    with model.trace(x, compile=compile):
+        inner = model.aside[0].output.save()
+        model.aside.output[:, 0] = 3.0
+        whole = model.listed.input.save()
+        out = model.output.save()
+    assert torch.equal(inner, module.aside[0](module.real(x)))
+    assert torch.equal(whole[:, 1:], torch.relu(inner)[:, 1:]) and whole[:, 0].tolist() == [3.0, 3.0]
+    assert torch.equal(out, module.elsewhere[0](whole))
+    module.__dict__["aside"] = torch.nn.Sequential(torch.nn.Identity())
+    with model.trace(x, compile=compile):
+        inner = model.aside[0].output.save()
+    assert torch.equal(inner, module.real(x))
+    assert copy.deepcopy(model).aside[0].path == "model.aside.0"
+
+
+def test_printing_shows_further_names_and_described_properties() -> None:
+    class Split(Envoy):
+        @eproperty(key="output", description="both halves")
+        def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+            """The output, cut in two."""
+
+    net = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), torch.nn.ReLU())
+    model = NNsight(net, rename={"0.0": "first", ".1": ["last", "end"]}, envoys={"0.0": Split})
+    assert repr(model).splitlines() == [
+        "Sequential(",
+        "  (first) -> 0.0",
+        "  (0): Sequential(",
+        "    (0): Linear(",
+        "      in_features=2, out_features=2, bias=True",
+        "      (halves) -> tuple[torch.Tensor, torch.Tensor]: both halves",
+        "    )",
+        "    (1): ReLU()",
+        "  )",
+        "  (end/last/1): ReLU()",
+        ")",
+    ]
+    assert repr(NNsight(net)) == repr(net)
 
 
 def test_indexing_slicing_length_and_iteration(model: NNsight) -> None:
@@ -307,6 +379,89 @@ def test_release_by_reference_counting(no_gc: None, compile: bool) -> None:
 
     references = make()
     assert [reference() is None for reference in references] == [True, True, True]
+
+
+def _tracer(model: Any, compile: bool) -> Any:
+    with model.trace(X, compile=compile) as tracer:
+        model.layers[0].nns_output.save()
+    return tracer
+
+
+def _source(model: Any, compile: bool) -> Any:
+    with model.trace(X, compile=compile) as tracer:
+        model.layers[0].source.self_attention_0.output.save()
+    return tracer
+
+
+def _cache_that_is_dropped(model: Any, compile: bool) -> None:
+    with model.trace(X, compile=compile) as tracer:
+        tracer.cache()
+
+
+def _error_of_the_block(model: Any, compile: bool) -> Any:
+    with pytest.raises(ZeroDivisionError):
+        with model.trace(X, compile=compile) as tracer:
+            model.layers[0].nns_output / (1 // 0)
+    return tracer
+
+
+def _error_of_the_model(model: Any, compile: bool) -> Any:
+    with pytest.raises(RuntimeError):
+        with model.trace(torch.rand(1, 5), compile=False) as tracer:  # exceptions of dynamo refer to themselves
+            model.layers[0].nns_output.save()
+    return tracer
+
+
+def _program(model: Any, compile: bool) -> Any:
+    tracer = _tracer(model, compile)
+    assert isinstance(str(tracer.program), str)
+    return tracer
+
+
+def _edit_and_component(model: Any, compile: bool) -> Any:
+    with model.edit() as edited:
+        model.layers[0].nns_output[:] = 0.0
+    edited(X)
+    with model.layers[1].trace(X, compile=compile) as tracer:
+        model.layers[1].attention.output.save()
+    return tracer
+
+
+@both
+@pytest.mark.parametrize(
+    "use",
+    [_tracer, _source, _cache_that_is_dropped, _error_of_the_block, _error_of_the_model, _program, _edit_and_component],
+)
+def test_a_model_goes_with_its_wrapper(no_gc: None, use: Any, compile: bool) -> None:
+    """Although what the function returns is held; once first, because dynamo refers to the frames that import it."""
+    for _ in range(2):
+        model: Any = NNsight(Model(), compile={"backend": "eager"})
+        module = weakref.ref(model._module)
+        held = use(model, compile)
+        del model
+    assert module() is None and (held is None or hasattr(held, "report"))
+
+
+@both
+def test_a_child_that_is_held_does_not_hold_the_model(no_gc: None, compile: bool) -> None:
+    model: Any = NNsight(Model(), compile={"backend": "eager"}, rename={"layers": "blocks"}, envoys={"blocks.*": Held})
+    module, child = weakref.ref(model._module), model.layers[0]
+    other: Any = NNsight(model._module)
+    assert isinstance(child, Held) and child.parent is model.layers
+    del model
+    assert child._tree is other._tree  # of another wrapper of the same model
+    del other
+    assert module() is None
+    assert child.parent is None and child.path == "model.layers.0"
+    with child.trace(X, compile=compile) as tracer:  # a root of its own
+        child.attention.output[:] = 0.0
+        out = tracer.result.save()
+    attention = child._module.output(torch.zeros(2, 4)) + 1.0
+    assert torch.equal(out, attention)
+
+
+class Held(Envoy):
+    """For modules that a test names."""
 
 
 def test_a_child_that_takes_a_name_is_announced() -> None:

@@ -97,8 +97,8 @@ def test_paths_match_whole_components() -> None:
 def test_nothing_is_added_to_the_tree_or_the_module() -> None:
     plain, renamed = make(), make(rename=RENAME)
     assert [path for path, _ in renamed.named_modules()] == [path for path, _ in plain.named_modules()]
-    assert repr(renamed) == repr(plain)
-    assert len(renamed.transformer.h[0]) == 3
+    assert repr(renamed._module) == repr(plain)
+    assert len(list(renamed.transformer.h[0])) == 3
     assert renamed._module.state_dict().keys() == plain._module.state_dict().keys()
     assert not hasattr(renamed._module, "layers")
 
@@ -144,7 +144,7 @@ def test_modules_found_by_another_way_than_their_name_are_envoys() -> None:
     model = NNsight(WithBody())
     assert model.base_model is model.transformer
     assert model.itself is model
-    assert model.elsewhere is other
+    assert model.elsewhere._module is other and model.elsewhere.path == "model.elsewhere"
     with model.trace(X):
         hidden = model.base_model.h[1].output.save()
     assert torch.equal(hidden, model._module.transformer(X))
@@ -201,6 +201,13 @@ def test_a_name_further_along_the_key() -> None:
     assert model.transformer["last"] is model.transformer.last
     with pytest.raises(KeyError):
         model["last"]
+
+
+def test_a_key_through_the_names_of_other_keys() -> None:
+    names = {"trunk.layers": "blocks", "transformer": ["trunk", "backbone"], "h": "layers", "backbone.nothing": "missing"}
+    model = make(rename=names)
+    assert model.blocks is model.trunk.layers is model.transformer.h
+    assert copy.deepcopy(model).blocks[0].path == "model.transformer.h.0"
 
 
 def test_a_key_through_a_property() -> None:
@@ -330,3 +337,29 @@ def test_classes_of_modules_come_before_paths_and_a_star_is_each_entry() -> None
     model = make(envoys={"attn": Marked, Attention: HeadsEnvoy, "h.*": Marked})
     block = model.transformer.h[1]
     assert (type(block), type(block.attn), type(block.mlp)) == (Marked, HeadsEnvoy, Envoy)
+
+
+@pytest.mark.parametrize(
+    ("rename", "end", "expected"),
+    [
+        ({"transformer.h": "layers"}, "layers.*", ["transformer.h.0", "transformer.h.1"]),
+        ({"transformer.h": "layers", "attn": "attention"}, "layers.*.attention", ["transformer.h.0.attn", "transformer.h.1.attn"]),
+        ({"h.1.attn": "h.1.attention"}, "attention", ["transformer.h.1.attn"]),
+        ({"*.h": "blocks"}, "blocks.1", ["transformer.h.1"]),
+        ({torch.nn.ModuleList: "blocks"}, "blocks", ["transformer.h"]),
+    ],
+)
+def test_ends_of_paths_may_have_further_names(rename: Any, end: str, expected: list[str]) -> None:
+    model: Any = NNsight(Net(), rename=rename, envoys={end: Chosen})
+
+    def chosen(model: Any) -> list[str]:
+        return [path.removeprefix("model.") for path, envoy in model.named_modules() if type(envoy) is Chosen]
+
+    assert chosen(model) == expected == chosen(copy.deepcopy(model))
+    if end == "layers.*":
+        setattr(model.transformer.h, "2", Block(Attention))
+        assert chosen(model) == [*expected, "transformer.h.2"]
+
+
+class Chosen(Envoy):
+    """For modules that a test names."""

@@ -128,15 +128,19 @@ def test_operations_are_named_after_what_is_called_inner_calls_first(model: NNsi
         "self_q_0",
         "self_k_0",
         "weigh_0",
+        "weights_0",
         "torch_matmul_0",
+        "mixed_0",
         "range_0",
         "F_gelu_0",
+        "mixed_1",
         "torch_mul_0",
+        "parts_0",
         "torch_stack_0",
         "sum_0",
         "self_combine_0",
     ]
-    assert len(model.layers[0].source) == 10
+    assert len(model.layers[0].source) == 14
     assert model.layers[0].source.names == tuple(model.layers[0].source)
     assert "F_gelu_0" in model.layers[0].source and "F_gelu_1" not in model.layers[0].source
 
@@ -156,7 +160,8 @@ def test_subscripts_are_left_out_of_names(compile: bool) -> None:
             return (x + x).mean()
 
     model = NNsight(Listed(), compile={"backend": "eager"})
-    assert model.source.names == ("self_layers_0", "self_layers_forward_0", "self_functions_0", "mean_0")
+    calls = [name for name in model.source.names if not name.startswith("x_")]
+    assert calls == ["self_layers_0", "self_layers_forward_0", "self_functions_0", "mean_0"]
     given = torch.ones(1, 4)
     with model.trace(given, compile=compile):
         hidden = model.source.self_layers_0.output.save()
@@ -165,13 +170,85 @@ def test_subscripts_are_left_out_of_names(compile: bool) -> None:
     assert torch.equal(made, torch.relu(model._module.layers[1](hidden)))
 
 
+class Assigning(torch.nn.Module):
+    """Assigns in all ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(4, 4)
+        self.slots: list[Any] = [None, None]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = x * 2
+        h: torch.Tensor = h + 1
+        self.state = h * 3
+        self.slots[0] = self.state
+        a, (b, c) = h + 1, [h + 2, h + 3]
+        d, e = torch.split(h, 2, -1)
+        f = g = h
+        h += 1
+        for i in range(2):
+            k = h * i
+        pick = self.lin
+        y = pick(h)
+        pick = torch.relu
+        *rest, last = a, b
+        torch.split(h, 2)[0][:] = h[:2]  # nothing that has a name
+        return pick(y) + a + b + c + torch.cat([d, e], -1) + f + g + k + self.state + last
+
+
+ASSIGNMENTS = ("h_0", "h_1", "self_state_0", "self_slots_0", "a_0", "b_0", "c_0", "k_0", "y_0", "pick_2")
+
+
+@pytest.fixture
+def assigning() -> NNsight:
+    torch.manual_seed(0)
+    return NNsight(Assigning(), compile={"backend": "eager"})
+
+
+def test_assignments_are_operations_under_names_that_no_call_has(assigning: NNsight) -> None:
+    names = assigning.source.names
+    assert tuple(name for name in names if name in ASSIGNMENTS) == ASSIGNMENTS
+    assert set(names) - {*ASSIGNMENTS} == {"torch_split_0", "range_0", "pick_0", "pick_1", "torch_split_1", "torch_cat_0"}
+    # An assignment to `pick` comes before each of its calls: counting all, the second call is number 3.
+    assert assigning.source.pick_3.path == "model.source.pick_1"
+    with pytest.raises(SourceError, match=r"model\.source\.h_0` is an assignment"):
+        assigning.source.h_0.source  # noqa: B018
+    with pytest.raises(AttributeError, match="no operation `pick_4`"):
+        assigning.source.pick_4  # noqa: B018
+
+
+@both
+def test_assigned_values_are_read_and_replaced(assigning: NNsight, x: torch.Tensor, compile: bool) -> None:
+    x = x[:, 0]
+    with torch.no_grad(), assigning.trace(x, compile=compile) as tracer:
+        first = assigning.source.h_0.output.save()
+        assigning.source.h_1.output = first * 0
+        state = assigning.source.self_state_0.output.save()
+        assigning.source.b_0.output[:] = 7.0
+        turns = [].save()
+        for _ in tracer.iter[:2]:
+            turns.append(assigning.source.k_0.output + 0)
+        called = assigning.source.pick_0.output.save()
+        assigning.source.pick_3.output = torch.zeros(2, 4)
+        out = assigning.output.save()
+    h = torch.zeros(2, 4)
+    assert torch.equal(first, x * 2) and torch.equal(state, h)
+    assert [turn.tolist() for turn in turns] == [(h + 1).mul(i).tolist() for i in range(2)]
+    y = assigning._module.lin(h + 1)
+    assert torch.equal(called, y)
+    # `h += 1` changes `f`, `g`, and the halves of `h` as well.
+    same(out, 0 + (h + 1) + 7.0 + 3 + 1 + 1 + 1 + 1 + 0 + 7.0)
+
+
 def test_printing_shows_names_beside_lines(model: NNsight) -> None:
     lines = str(model.layers[0].source).splitlines()
     (line,) = (line for line in lines if "F.gelu" in line)
     assert line.split() == ["F_gelu_0", "->", "6", "mixed", "=", "F.gelu(mixed)"]
     (sum_line,) = (line for line in lines if line.split()[:1] == ["sum_0"])
     assert sum_line.split() == ["sum_0", "->", "+", "..."]
-    assert "def forward(self" in lines[0]
+    assert lines[0].split()[:4] == ["*", "0", "def", "forward(self,"]
+    assert not any(line.startswith(" *") or "* " in line[: line.index("def")] for line in lines[1:] if "def" in line)
 
 
 def test_printing_an_operation_marks_its_line(model: NNsight) -> None:
@@ -398,6 +475,27 @@ def test_a_name_made_at_run_time_after_the_capture_is_an_error_once(model: NNsig
     torch.testing.assert_close(found, _weights(net.layers[1], before), rtol=0, atol=0)
 
 
+def test_a_name_inside_an_operation_after_the_capture_is_an_error_once(model: NNsight, net: Net, x: torch.Tensor) -> None:
+    class Accessor:
+        """As helper libraries have them: the names are behind a special method."""
+
+        def __getitem__(self, layer: int) -> Any:
+            return model.layers[layer].source.weigh_0.source.torch_softmax_0.output
+
+    weights = Accessor()
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        with model.trace(x):
+            before = model.layers[0].output.save()
+            found = weights[1].save()
+        return before, found
+
+    with pytest.raises(MissedProviderError, match="run the trace again"):
+        run()
+    before, found = run()
+    torch.testing.assert_close(found, _weights(net.layers[1], before), rtol=0, atol=0)
+
+
 def test_operations_that_were_passed_uncounted_are_an_error_where_the_count_matters(
     model: NNsight, net: Net, x: torch.Tensor
 ) -> None:
@@ -479,6 +577,43 @@ def test_an_unknown_operation_names_those_near_it(model: NNsight) -> None:
 def test_a_submodule_has_its_own_source(model: NNsight) -> None:
     with pytest.raises(SourceError, match=r"calls a module\. Use the module's own envoy: `model\.layers\.0\.q\.source`"):
         model.layers[0].source.self_q_0.source  # noqa: B018
+
+
+class Processor:
+    """An object that is called, as the attention processors of diffusers are."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+    def __call__(self, owner: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        scaled = torch.mul(owner.lin(x), self.scale)
+        return torch.tanh(scaled)
+
+
+class Processed(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(4, 4)
+        self.processor = Processor(3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.processor
+        return self.processor(self, x) + chosen(self, x)
+
+
+@both
+def test_looking_into_the_call_of_an_object(x: torch.Tensor, compile: bool) -> None:
+    model = NNsight(Processed(), compile={"backend": "eager"})
+    assert model.source.self_processor_0.source.names == ("owner_lin_0", "torch_mul_0", "scaled_0", "torch_tanh_0")
+    with torch.no_grad(), model.trace(x, compile=compile):
+        product = model.source.self_processor_0.source.torch_mul_0.output.clone().save()
+        model.source.self_processor_0.source.scaled_0.output[:] = 0.0
+        tanh = model.source.chosen_0.source.torch_tanh_0.output.save()
+        out = model.output.save()
+    with torch.no_grad():
+        same(product, model._module.lin(x) * 3)
+        same(tanh, torch.tanh(product))
+        same(out, tanh)
 
 
 def test_what_is_no_function_of_python_has_no_source(model: NNsight) -> None:

@@ -503,19 +503,6 @@ def test_what_a_remote_trace_is_given_wrongly(here: Running, model: Any) -> None
     torch.testing.assert_close(logits, _plain(model), rtol=0, atol=0)
 
 
-def test_what_a_server_has(here: Running) -> None:
-    found = nnsight.status()
-    assert found.running == ["nnsight/demo"] and found["nnsight/demo"]["model_class"] == "LanguageModel"
-    lines = str(found).splitlines()
-    assert lines[0].split() == ["model", "revision", "state", "waiting"] and lines[1].split() == ["nnsight/demo", "main", "RUNNING", "0"]
-    assert nnsight.ndif_status is nnsight.status and "deployments" in nnsight.status(raw=True)
-    assert nnsight.is_model_running("nnsight/demo") and not nnsight.is_model_running("nnsight/demo", "other")
-    assert not nnsight.is_model_running("gpt2")
-    versions = nnsight.compare()
-    assert versions["torch"] == (torch.__version__, torch.__version__) and versions.different == []
-    assert "torch" in str(versions)
-
-
 def test_the_status_of_a_blocking_trace_is_shown(
     here: Running, model: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -526,6 +513,22 @@ def test_the_status_of_a_blocking_trace_is_shown(
         captured = capsys.readouterr()
         assert [line.split()[1] for line in captured.err.splitlines()] == (STORY if shown else [])
         assert captured.out == ""
+
+
+def test_a_trace_is_given_the_results_of_an_earlier_job(here: Running, model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with model.trace(PROMPT, remote=True, verbose=True) as tracer:
+        first = model.lm_head.output.save()
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == STORY  # although REMOTE_LOGGING is off
+    with model.trace(PROMPT, remote=True, job_id=tracer.backend.job_id) as again:
+        first = model.lm_head.output.save()
+    assert again.backend.job_id == tracer.backend.job_id
+    torch.testing.assert_close(first, _plain(model), rtol=0, atol=0)
+    with model.generate(PROMPT, max_new_tokens=1, remote=True, verbose=False) as tracer:
+        tokens = tracer.result.save()
+    assert tokens.shape[-1] == len(model.tokenizer(PROMPT)["input_ids"]) + 1
+    for remote in ("local", "program"):
+        with pytest.raises(ValueError, match="job_id= is for jobs of a server"):
+            model.trace(PROMPT, remote=remote, job_id=nonce())
 
 
 def test_importing_the_package_imports_nothing_of_this() -> None:

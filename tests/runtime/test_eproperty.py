@@ -171,6 +171,31 @@ def test_a_stub_with_a_value_is_the_preprocess(model: Heads, compile: bool) -> N
     assert Both.custom.__doc__ == "Without parentheses."
 
 
+class Overriding(Envoy):
+    """An envoy whose output is another view of the value that all envoys have."""
+
+    @property
+    def output(self) -> Any:
+        return Envoy.output.__get__(self)[:, :2]
+
+    @output.setter
+    def output(self, view: torch.Tensor) -> None:
+        Envoy.output.__set__(self, view.repeat(1, 2))
+
+
+@both
+def test_a_property_of_a_subclass_uses_the_one_it_overrides(model: Heads, compile: bool) -> None:
+    model = NNsight(model._module, envoys={"0": Overriding}, compile={"backend": "eager"})
+    assert isinstance(Envoy.output, property) and isinstance(Heads.heads, property)
+    with model.trace(X, compile=compile):
+        part = model[0].output.save()
+        model[0].output = part * 2
+        out = model.output.save()
+    expected = model._module[0](X)[:, :2]
+    assert torch.equal(part, expected)
+    assert torch.equal(out, model._module[1]((expected * 2).repeat(1, 2)))
+
+
 @both
 def test_views_share_one_location(model: Heads, compile: bool) -> None:
     """Several views of one value in one visit: no request waits for a second occurrence."""
@@ -371,12 +396,12 @@ def test_described_properties_are_shown_in_the_tree() -> None:
     model = NNsight(module, envoys={Attention: AttentionEnvoy, Block: BlockEnvoy})
     expected = (
         repr(module)
-        .replace("3 x Block(\n", "3 x Block(\n      .hidden: residual stream\n")
-        .replace("Attention(\n", "Attention(\n        .heads: list of heads\n        .stacked: heads as a dimension\n")
+        .replace("3 x Block(\n", "3 x Block(\n      (hidden): residual stream\n")
+        .replace("Attention(\n", "Attention(\n        (heads): list of heads\n        (stacked): heads as a dimension\n")
     )
     assert repr(model) == expected
     assert len(expected.splitlines()) == len(repr(module).splitlines()) + 3
-    assert repr(model.layers[0].attention).splitlines()[1] == "  .heads: list of heads"
+    assert repr(model.layers[0].attention).splitlines()[1] == "  (heads): list of heads"
     assert repr(model.head) == repr(module.head)
     assert "heads" not in repr(module)
     assert "extra_repr" not in module.layers[0].__dict__
@@ -398,10 +423,10 @@ def test_a_leaf_shows_its_properties_and_its_own_line(model: Heads) -> None:
             """Overridden, without a description."""
 
     wrapped = NNsight(model._module, envoys=Own)
-    assert repr(wrapped[0]) == "Linear(\n  in_features=4, out_features=4, bias=True\n  .doubled: doubled\n)"
-    assert repr(NNsight(torch.nn.Sequential(torch.nn.ReLU()), envoys=Own)[0]) == "ReLU(.doubled: doubled)"
+    assert repr(wrapped[0]) == "Linear(\n  in_features=4, out_features=4, bias=True\n  (doubled): doubled\n)"
+    assert repr(NNsight(torch.nn.Sequential(torch.nn.ReLU()), envoys=Own)[0]) == "ReLU((doubled): doubled)"
     assert repr(NNsight(model._module, envoys=Undescribed)) == repr(model._module)
-    assert ".heads: split into two heads, shared memory" in repr(model)
+    assert "(heads): split into two heads, shared memory" in repr(model)
 
 
 def test_plain_envoys_show_what_torch_shows(gpt2: Case) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nnsight import NNsight
+from nnsight import NNsight, NNsightDeprecationWarning
 from nnsight.fx.counters import counters
 from nnsight.runtime import OutOfOrderError
 
@@ -116,16 +117,20 @@ def test_a_loop_as_a_with_block(model: NNsight, net: Recurrent, x: torch.Tensor)
 @both
 def test_loops_by_the_model_are_those_of_the_tracer(model: NNsight, net: Recurrent, x: torch.Tensor, compile: bool) -> None:
     _, out = reference(net, x, lambda step, h: h + step if step < 2 else h)
-    with model.trace(x, compile=compile):
-        for step in model.iter[:2]:
-            model.cell.output = model.cell.output + step
-        made = model.output.save()
+    with pytest.warns(NNsightDeprecationWarning, match=r"is now `tracer\.iter`") as caught:
+        with model.trace(x, compile=compile):
+            for step in model.iter[:2]:
+                model.cell.output = model.cell.output + step
+            made = model.output.save()
     assert torch.equal(made, out)
-    with pytest.warns(UserWarning, match=ENDED), model.trace(x, compile=compile):
-        steps = [].save()
-        for step in model.cell.all():
-            model.cell.output  # noqa: B018
-            steps.append(step)
+    place = caught[0].filename, linecache.getline(caught[0].filename, caught[0].lineno).strip()
+    assert place == (__file__, "for step in model.iter[:2]:")
+    with pytest.warns(UserWarning, match=ENDED), pytest.warns(FutureWarning, match=r"tracer\.all\(\)"):
+        with model.trace(x, compile=compile):
+            steps = [].save()
+            for step in model.cell.all():
+                model.cell.output  # noqa: B018
+                steps.append(step)
     assert steps == list(range(STEPS))
 
 

@@ -191,8 +191,11 @@ class Recording(PieceRunner):
 
     def _check_location(self, location: str) -> None:
         """Refuse, at the user's line, a request for an operation that the graph was captured without."""
-        function = location.rpartition(".source.")[0]
-        if function and location not in self.graph.locations and f"{function}.input" in self.graph.locations:
+        function, known = location.rpartition(".source.")[0], self.graph.locations
+        if not function or location in known:
+            return
+        module_ran = f"{function.partition('.source.')[0]}.input" in known
+        if f"{function}.input" in known or (module_ran and not any(other.startswith(f"{function}.source.") for other in known)):
             raise MissedProviderError(uncaptured_message(location))
 
     def _check_replacement(self, location: str, old: Any, new: Any) -> None:

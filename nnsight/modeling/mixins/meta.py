@@ -10,7 +10,6 @@ that share the lazy model, such as the copies of ``edit()``, are dispatched toge
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from ...runtime.interleaver import active_interleaver
 from ...runtime.modules.interception import is_compiling
 from ...runtime.tracer import Driver
 from .loadable import LoadableMixin
+from .meta_device import MetaDevice  # noqa: F401 - scripts import it from here
 
 #: Methods of modules that read or change weights, so that they are for the loaded model only.
 _ABOUT_WEIGHTS = frozenset(
@@ -38,10 +38,6 @@ _HOOK_TABLES = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
 )
-
-
-#: ``with MetaDevice():`` makes tensors and modules on the meta device.
-MetaDevice = functools.partial(torch.device, "meta")
 
 
 class LoadingError(OSError):
@@ -167,7 +163,7 @@ class MetaMixin(LoadableMixin):
         weights = self._weights
         if weights.dispatched:
             return self._load(*args, **kwargs)
-        with MetaDevice():
+        with torch.device("meta"):
             module = self._load_meta(*args, **kwargs)
         if isinstance(module, torch.nn.Module):
             weights.args, weights.kwargs = args, kwargs

@@ -289,7 +289,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
         """
         leave_to_python("model.generate(...)")
         generation = Generation(self)
-        backend = self._remote_backend(remote, backend, blocking)
+        backend = self._remote_backend(remote, backend, blocking, kwargs)
         if calls_for_with(sys._getframe(1)):
             if program:
                 backend = self._program_backend(generation, backend)

@@ -71,8 +71,11 @@ def record(
         NotExpressibleError: If the block needs Python that cannot be sent, or more values than ``cuts`` allows.
     """
     recorder = Recorder(for_others, send, cuts)
-    recorder.run_trace(tracer, function)
-    return recorder.finished(tracer)
+    try:
+        recorder.run_trace(tracer, function)
+        return recorder.finished(tracer)
+    finally:
+        vars(recorder).clear()  # its parts refer to it, and to the model
 
 
 def record_edits(tracer: Any) -> tuple[Job, dict[str, torch.Tensor], dict[str, str]]:

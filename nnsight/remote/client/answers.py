@@ -8,7 +8,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 from ...program.format.errors import ExecutionFailedError, InvalidProgramError
 from ..protocol import Message, is_id
-from .sockets import RemoteError
+from .errors import RemoteError
 
 if TYPE_CHECKING:
     import requests

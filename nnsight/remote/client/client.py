@@ -45,7 +45,8 @@ from ..protocol import (
     Message,
 )
 from .answers import address, checked_id, detail_of, error_of, text_of
-from .sockets import LostError, RemoteConnectionError, RemoteError, Socket, is_message, refusal
+from .errors import LostError, RemoteConnectionError, RemoteError, refusal
+from .sockets import Socket, is_message
 
 __all__ = ["Client", "RemoteConnectionError", "RemoteError", "address", "checked_id", "error_of"]
 
@@ -231,10 +232,6 @@ class Client:
     def status(self) -> dict[str, Any]:
         """Return the models of the server."""
         return self._json("GET", "/status")
-
-    def env(self) -> dict[str, Any]:
-        """Return the versions of the server's packages."""
-        return self._json("GET", "/env")
 
     def whoami(self) -> dict[str, Any]:
         """Return the name and the limits of the key."""

@@ -12,10 +12,10 @@ from ..protocol import JobStatus, Message
 
 
 class Progress:
-    """Shows the messages of one job; ``enabled`` is for its statuses."""
+    """Shows the messages of one job; ``enabled`` is for its statuses, ``in_lines`` gives each a line on terminals, too."""
 
-    def __init__(self, enabled: bool = True) -> None:
-        self._enabled = enabled
+    def __init__(self, enabled: bool = True, in_lines: bool = False) -> None:
+        self._enabled, self._in_place = enabled, not in_lines and sys.stderr.isatty()
         self._started = time.monotonic()
         self._width = 0
 
@@ -32,7 +32,7 @@ class Progress:
             return
         seconds = time.monotonic() - self._started
         line = f"[{message['id'][:8]}] {message['status']:<10} {seconds:6.1f}s  {description.splitlines()[0] if description else ''}"
-        if sys.stderr.isatty():
+        if self._in_place:
             sys.stderr.write("\r" + line[:200].ljust(self._width))
             self._width = len(line[:200])
         else:

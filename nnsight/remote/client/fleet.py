@@ -1,121 +1,161 @@
-"""Models and package versions of a server."""
+"""The models of a server."""
 
 from __future__ import annotations
 
-import platform
-from collections.abc import Sequence
-from importlib import metadata
+import json
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from typing import Any
 
+from ...runtime.errors import NNsightDeprecationWarning
 from ..protocol import ModelKey
+from .errors import RemoteError
+from .facts import ask, table
+
+#: States from the best to the worst; others come behind these.
+_STATES = ("RUNNING", "DEPLOYING")
+
+_FIELDS = ("model_class", "repo_id", "task", "trust_remote_code", "revision", "level", "state", "hot_replicas", "waiting")
 
 
-class Status(dict[str, dict[str, Any]]):
-    """The models of a server: by name of the repository, with ``model_class``, ``revision``, ``state``, ``waiting``.
+class NdifStatus(Mapping[str, dict[str, Any]]):
+    """The models that a server has, by repository; one that is there for several tasks is ``repository (task)``.
 
-    Prints as a table.
+    Each is a dict with ``model_class``, ``repo_id``, ``task``, ``trust_remote_code``, ``revision``, ``level`` (``HOT`` or ``WARM``),
+    ``state``, ``hot_replicas`` and ``waiting``, the number of its waiting jobs. Replicas of a model are one entry, with the best of
+    their states. Prints as a table.
+
+    Args:
+        deployments: What the server says of each deployment, as ``status(raw=True)["deployments"]`` has it.
     """
 
+    class Status(str, Enum):  # noqa: UP042 - prints as other statuses here do
+        """``UP`` if a model takes jobs, else ``REDEPLOYING`` if one is about to, else ``DOWN``."""
+
+        UP = "UP"
+        REDEPLOYING = "REDEPLOYING"
+        DOWN = "DOWN"
+
+    def __init__(self, deployments: Mapping[str, dict[str, Any]] | Iterable[dict[str, Any]] = ()) -> None:
+        self.deployments = deployments
+        given = deployments.values() if isinstance(deployments, Mapping) else deployments
+        models: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for deployment in given:
+            if deployment.get("deployment_level") in ("HOT", "WARM"):
+                _add(models, _entry(deployment))
+        several = Counter(entry["repo_id"] for entry in models.values())
+        self._models: dict[str, dict[str, Any]] = {}
+        for entry in models.values():
+            name = entry["repo_id"] if several[entry["repo_id"]] == 1 else f"{entry['repo_id']} ({entry['task']})"
+            if name in self._models:  # of the same task, but another revision
+                name = f"{entry['repo_id']} ({entry['task']}, {entry['revision']})"
+            self._models[name] = entry
+
     @property
-    def running(self) -> list[str]:
-        """The models that take jobs."""
-        return [name for name, model in self.items() if model["state"] == "RUNNING"]
+    def status(self) -> Status:
+        """Whether the server takes jobs for one of its models."""
+        states = {entry["state"] for entry in self.values()}
+        if "RUNNING" in states:
+            return self.Status.UP
+        return self.Status.REDEPLOYING if "DEPLOYING" in states else self.Status.DOWN
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        return self._models[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._models)
+
+    def __len__(self) -> int:
+        return len(self._models)
 
     def __repr__(self) -> str:
-        rows = [(name, m["revision"], m["state"], str(m["waiting"])) for name, m in self.items()]
-        return _table(("model", "revision", "state", "waiting"), rows)
+        rows = [[str(entry[field]) for field in _FIELDS] for entry in self.values()]
+        shown = f"\n{table(_FIELDS, rows)}" if rows else ""
+        return f"Service: {self.status.value}, {len(self)} model{'s' * (len(self) != 1)}{shown}"
 
 
-class Comparison(dict[str, tuple[str | None, str | None]]):
-    """Versions of packages, here and at the server; ``None`` for a missing package. Prints as a table.
+def _entry(deployment: dict[str, Any]) -> dict[str, Any]:
+    """Return what a status shows of one deployment."""
+    key = ModelKey.parse(deployment["model_key"])
+    _, colon, described = deployment["model_key"].partition(":{")
+    fields = json.loads("{" + described) if colon else {}
+    level, state = deployment["deployment_level"], deployment.get("application_state") or "NOT DEPLOYED"
+    return {
+        "model_class": key.model_class.rpartition(".")[2],
+        "repo_id": key.repo_id,
+        "task": fields.get("task"),
+        "trust_remote_code": bool(fields.get("trust_remote_code", False)),
+        "revision": key.revision,
+        "level": level,
+        "state": state,
+        "hot_replicas": int(level == "HOT"),
+        "waiting": deployment.get("waiting", 0),
+    }
 
-    Programs are data, so versions may differ; they may explain different numbers.
-    """
 
-    @property
-    def different(self) -> list[str]:
-        """The packages whose versions differ."""
-        return [name for name, (here, there) in self.items() if here != there]
-
-    def __repr__(self) -> str:
-        rows = [(n, here or "-", there or "-", "" if here == there else "differs") for n, (here, there) in self.items()]
-        return _table(("package", "here", "server", ""), rows)
+def _add(models: dict[tuple[Any, ...], dict[str, Any]], entry: dict[str, Any]) -> None:
+    """Add an entry, or join it with that of another replica of its model."""
+    name = tuple(entry[field] for field in ("repo_id", "revision", "task", "trust_remote_code"))
+    known = models.setdefault(name, entry)
+    if known is entry:
+        return
+    better = min((known, entry), key=lambda one: _STATES.index(one["state"]) if one["state"] in _STATES else len(_STATES))
+    counts = {field: known[field] + entry[field] for field in ("hot_replicas", "waiting")}
+    models[name] = {**better, **counts, "level": "HOT" if counts["hot_replicas"] else "WARM"}
 
 
 def status(raw: bool = False, *, host: str | None = None) -> Any:
-    """Return the models of the server.
+    """Return the models of the server; of one that cannot be reached, none, with the reason on standard error.
 
     Args:
         raw: Return the answer of the server unchanged.
         host: Address of the server; by default ``CONFIG.API.HOST``.
 
-    Raises:
-        RemoteConnectionError: If the server cannot be reached.
-    """
-    from .remote_backend import client_of
+    Returns:
+        A :class:`NdifStatus`, or with ``raw`` a dict.
 
-    answer = client_of(host).status()
+    Raises:
+        RemoteError: If the answer cannot be understood.
+    """
+    try:
+        answer = ask("/status", host)
+    except RemoteError as error:
+        print(f"nnsight: no status: {error}", file=sys.stderr)
+        answer = {}
     if raw:
         return answer
-    found = Status()
-    for deployment in answer.get("deployments", {}).values():
-        key = ModelKey.parse(deployment["model_key"])
-        found[key.repo_id] = {
-            "model_class": key.model_class.rpartition(".")[2],
-            "revision": key.revision,
-            "state": deployment.get("application_state", "NOT DEPLOYED"),
-            "waiting": deployment.get("waiting", 0),
-        }
-    return found
+    try:
+        return NdifStatus(answer.get("deployments", {}))
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RemoteError("The server lists models in a way that is not understood here; `status(raw=True)` has its answer.") from error
 
 
-#: The name by which scripts know :func:`status`.
-ndif_status = status
+def ndif_status(raw: bool = False, *, host: str | None = None) -> Any:
+    """Return :func:`status`, under an older name, which warns."""
+    warnings.warn("nnsight.ndif_status() is now nnsight.status().", NNsightDeprecationWarning, stacklevel=2)
+    return status(raw, host=host)
 
 
-def is_model_running(repo_id: str, revision: str = "main", *, host: str | None = None) -> bool:
-    """Whether the server has the model and takes jobs for it.
+def is_model_running(
+    repo_id: str,
+    revision: str = "main",
+    task: str | None = None,
+    trust_remote_code: bool | None = None,
+    *,
+    host: str | None = None,
+) -> bool:
+    """Whether the server has the model and takes jobs for it; False if the server cannot be reached.
 
     Args:
         repo_id: Name of the repository.
         revision: Branch, tag or commit.
+        task: Only for this task; any by default.
+        trust_remote_code: Only with, or only without, code of the repository.
         host: Address of the server; by default ``CONFIG.API.HOST``.
-
-    Raises:
-        RemoteConnectionError: If the server cannot be reached.
     """
-    wanted = ModelKey(repo_id, revision)
-    deployments = status(raw=True, host=host).get("deployments", {}).values()
-    found = [deployment for deployment in deployments if ModelKey.parse(deployment["model_key"]).matches(wanted)]
-    return bool(found) and found[0].get("application_state") == "RUNNING"
-
-
-def compare(*, host: str | None = None) -> Comparison:
-    """Return the versions of Python and packages, here and at the server.
-
-    Args:
-        host: Address of the server; by default ``CONFIG.API.HOST``.
-
-    Raises:
-        RemoteConnectionError: If the server cannot be reached.
-    """
-    from ... import __version__
-    from .remote_backend import client_of
-
-    there = client_of(host).env()
-    found = Comparison(python=(platform.python_version(), there.get("python_version", "").split(" ")[0] or None))
-    for name, version in there.get("packages", {}).items():
-        try:
-            here: str | None = __version__ if name == "nnsight" else metadata.version(name)
-        except metadata.PackageNotFoundError:
-            here = None
-        found[name] = (here, version)
-    return found
-
-
-def _table(titles: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in [titles, *rows]) for column in range(len(titles))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in [titles, *rows]
-    )
+    wanted = {"repo_id": repo_id, "revision": revision, "task": task, "trust_remote_code": trust_remote_code}
+    wanted = {field: value for field, value in wanted.items() if value is not None}
+    return any(entry["state"] == "RUNNING" and wanted.items() <= entry.items() for entry in status(host=host).values())

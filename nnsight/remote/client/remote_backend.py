@@ -52,6 +52,7 @@ class RemoteBackend(ProgramBackend):
         api_key: The key; by default ``CONFIG.API.KEY``.
         cuts: How many jobs may be sent for values that a block needs, see :class:`~nnsight.remote.client.backend.ProgramBackend`. They
             are waited for, also with ``blocking=False``.
+        verbose: Show each status of a job that is waited for in a line, whatever ``CONFIG.APP.REMOTE_LOGGING`` says.
 
     Attributes:
         job_id: Id of the latest job; ``None`` before there is one.
@@ -76,9 +77,10 @@ class RemoteBackend(ProgramBackend):
         host: str | None = None,
         api_key: str | None = None,
         cuts: int | None = None,
+        verbose: bool = False,
     ) -> None:
         self.model_key, self.cuts = model_key, cuts
-        self.blocking = blocking
+        self.blocking, self._verbose = blocking, verbose
         self.job_id = None if job_id is None else checked_id(job_id)
         self.job_status: JobStatus | None = None
         self._attached = job_id is not None
@@ -183,7 +185,7 @@ class RemoteBackend(ProgramBackend):
 
     def _follow(self, messages: Iterator[tuple[Message, bytes | None]]) -> tuple[Message, bytes]:
         """Show messages until the last; return it, and the results."""
-        with contextlib.closing(Progress(CONFIG.APP.REMOTE_LOGGING)) as progress:
+        with contextlib.closing(Progress(self._verbose or CONFIG.APP.REMOTE_LOGGING, self._verbose)) as progress:
             try:
                 for message, result in messages:
                     self._note(message)
@@ -222,7 +224,7 @@ class RemoteBackend(ProgramBackend):
         return self.job_id
 
 
-def backend_for(model: Any, remote: bool | str, backend: Backend | None, blocking: bool) -> Backend:
+def backend_for(model: Any, remote: bool | str, backend: Backend | None, blocking: bool, **options: Any) -> Backend:
     """Return the backend for ``remote=`` of a trace.
 
     Args:
@@ -231,6 +233,7 @@ def backend_for(model: Any, remote: bool | str, backend: Backend | None, blockin
             to record and run nothing.
         backend: A backend that was given as well.
         blocking: Whether to wait for the results.
+        **options: ``job_id`` and ``verbose`` of :class:`RemoteBackend`; both need a server.
 
     Raises:
         TypeError: If ``remote`` is something else.
@@ -240,10 +243,12 @@ def backend_for(model: Any, remote: bool | str, backend: Backend | None, blockin
         raise TypeError(f"remote= is True, 'local' or the address of a server, not {type(remote).__name__}.")
     if backend is not None:
         raise ValueError("Give `remote=` or `backend=`, not both.")
+    if options.get("job_id") is not None and remote in ("local", "program"):
+        raise ValueError(f"job_id= is for jobs of a server, and remote={remote!r} makes none.")
     if remote == "local":
         if not blocking:
             raise ValueError("remote='local' runs in this process, at once: leave out blocking=False.")
         return LocalBackend(model)
     if remote == "program":
         return RecordingBackend()
-    return RemoteBackend(model_key_of(model), blocking=blocking, host=remote if isinstance(remote, str) else None)
+    return RemoteBackend(model_key_of(model), blocking=blocking, host=remote if isinstance(remote, str) else None, **options)

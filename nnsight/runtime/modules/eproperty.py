@@ -43,7 +43,7 @@ def requires_output(stub: Callable[..., Any]) -> Callable[..., Any]:
 requires_input = requires_operation_output = requires_operation_input = requires_output
 
 
-class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``property``
+class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, like its base
     """Descriptor for a value of the running model.
 
     Args:
@@ -59,6 +59,7 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
         self.description = description
         self.iterate = iterate
         self.name: str | None = None
+        self.kind: str | None = None  # what the stub is annotated to return
         self._identity: str | None = None  # tells its views from those of other properties of the same location
         self._prepare: Callable[..., Any] | None = None
         self._preprocess: Callable[..., Any] | None = None
@@ -75,7 +76,11 @@ class eproperty:  # noqa: N801 - a descriptor used as a decorator, like ``proper
             self._preprocess = stub
         else:
             self._prepare = None if bare else stub
+        # Dynamo calls the functions of a property in place of its `__get__` and `__set__`.
+        property.__init__(self, lambda owner: eproperty.__get__(self, owner), lambda owner, value: eproperty.__set__(self, owner, value))
         self.name = stub.__name__
+        returned = getattr(stub, "__annotations__", {}).get("return")
+        self.kind = None if returned in (None, Any, "Any") else str(getattr(returned, "__name__", returned))
         self._identity = f"{stub.__module__}.{stub.__qualname__}.{stub.__name__}"
         self.key = self.key or stub.__name__
         self.__doc__ = stub.__doc__
@@ -179,12 +184,12 @@ def _run_of(owner: Any) -> Any:
 
 
 def described(owner: type, base: type) -> dict[str, str]:
-    """Return the descriptions, by name, of the eproperties that ``owner`` has beyond those of ``base``."""
+    """Return the descriptions, by name and type, of the eproperties that ``owner`` has beyond those of ``base``."""
     plain = {id(value) for kind in base.__mro__ for value in vars(kind).values()}
-    found: dict[str, str] = {}
+    found: dict[str, eproperty] = {}
     for kind in reversed(owner.__mro__):
         for name, value in vars(kind).items():
             found.pop(name, None)  # of a base class, and overridden
             if isinstance(value, eproperty) and value.description and id(value) not in plain:
-                found[name] = value.description
-    return found
+                found[name] = value
+    return {f"({name})" + (f" -> {value.kind}" if value.kind else ""): str(value.description) for name, value in found.items()}

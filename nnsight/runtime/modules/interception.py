@@ -92,19 +92,40 @@ class Instrumentation:
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], traced_call: TracedCall | None = None) -> None:
-        self._calls: list[tuple[dict[str, Any], Any]] = []
-        for path, module in modules.items():
-            call = getattr(module, INTERCEPTED_METHOD)
-            while getattr(call, "__func__", None) is not None and call.__func__.__code__ is INTERCEPTED_CODE:
-                call = call.__self__  # of another tree that is installed right now
-            # A method bound to the call it intercepts.
-            self._calls.append((module.__dict__, types.MethodType(intercepted(path, traced_call), call)))
+        self._traced_call = traced_call
+        self._calls = self._intercepted(modules)
         self._has_fast_path = any(isinstance(module, torch.nn.TransformerEncoderLayer) for module in modules.values())
         self._functions: dict[str, Callable[[], tuple[dict[str, Any], str, Any]]] = {}
         #: What was there before, by instance and attribute.
         self._shadowed: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._users = 0
         self._lock = threading.RLock()
+
+    def _intercepted(self, modules: Mapping[str, torch.nn.Module]) -> list[tuple[dict[str, Any], Any]]:
+        """Return the namespace of each module, and its call, intercepted."""
+        calls: list[tuple[dict[str, Any], Any]] = []
+        for path, module in modules.items():
+            call = getattr(module, INTERCEPTED_METHOD)
+            while getattr(call, "__func__", None) is not None and call.__func__.__code__ is INTERCEPTED_CODE:
+                call = call.__self__  # of another tree that is installed right now
+            # A method bound to the call it intercepts.
+            calls.append((module.__dict__, types.MethodType(intercepted(path, self._traced_call), call)))
+        return calls
+
+    def include(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        """Intercept the calls of these modules, too; in runs that are active, from now on."""
+        with self._lock:
+            calls = self._intercepted(modules)
+            self._calls += calls
+            if self._users:
+                self._install_calls(calls)
+
+    def _install_calls(self, calls: list[tuple[dict[str, Any], Any]]) -> None:
+        for namespace, call in calls:
+            if namespace.setdefault(INTERCEPTED_METHOD, call) is not call:
+                self._install(namespace, INTERCEPTED_METHOD, call)
+            if _COMPILED in namespace:
+                self._install(namespace, _COMPILED, None)
 
     def replace(self, path: str, replacement: Callable[[], tuple[dict[str, Any], str, Any]]) -> None:
         """Replace an attribute of the instance at ``path``, too, during runs; those that are active included.
@@ -120,11 +141,7 @@ class Instrumentation:
         with self._lock:
             if self._users == 0:
                 replacements = [replacement() for replacement in self._functions.values()]
-                for namespace, call in self._calls:
-                    if namespace.setdefault(INTERCEPTED_METHOD, call) is not call:
-                        self._install(namespace, INTERCEPTED_METHOD, call)
-                    if _COMPILED in namespace:
-                        self._install(namespace, _COMPILED, None)
+                self._install_calls(self._calls)
                 for replacement in replacements:
                     self._install(*replacement)
                 if self._has_fast_path:

@@ -1,8 +1,13 @@
 """A function as text and as operations.
 
-The operations of a function are the calls in it. Its syntax tree gives their names and lines, and the code of a second version in which
-each call ``f(x)`` is ``operation(f, x)``, see :mod:`~nnsight.runtime.modules.operations`. The text is read from the file, and used if it
-compiles to the instructions of the function.
+The operations of a function are the calls and the assignments in it. Its syntax tree gives their names and lines, and the code of a second
+version in which a call ``f(x)`` is ``operation(f, x)`` and ``y = x`` is ``y = operation(x)``, see
+:mod:`~nnsight.runtime.modules.operations`.
+
+Calls of ``f`` have the numbers ``f_0``, ``f_1``, …. Numbers behind those count assignments to ``f`` as well, in order of execution: in
+``f = pick(); f(x)`` the call is ``f_0``, and also ``f_1``; where ``f`` is not called, the assignment is ``f_0``.
+
+The text of a function is read from its file, and used if it compiles to the instructions of the function.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from ...tracing.parsing import nested_code
 from ...tracing.source import nodes_in_place, parsed_file
@@ -37,10 +42,10 @@ class SourceError(ValueError):
 
 @dataclass(frozen=True)
 class Operation:
-    """A call in a function."""
+    """A call or an assignment in a function."""
 
     name: str  # its name, unique in the function
-    callee: ast.expr  # what is called, as written
+    callee: ast.expr | None  # what is called, as written; None for an assignment
     line: int  # its first line, counted from the first line of the function
     end_line: int  # its last line, likewise
 
@@ -51,7 +56,8 @@ class Listing:
 
     lines: tuple[str, ...]  # its source, decorators included
     operations: dict[str, Operation]  # its operations by name, in the order of their numbering
-    code: types.CodeType  # the function with its calls intercepted; operation `n` is free in it
+    code: types.CodeType  # the function with its operations intercepted; operation `n` is free in it
+    aliases: dict[str, str]  # names of calls in a numbering that counts assignments, where no operation has such a name
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +111,7 @@ def _list(function: types.FunctionType) -> Listing:
     code, (node, class_name) = function.__code__, _written(function)
     if isinstance(node, ast.Lambda):
         raise SourceError(f"`{function.__qualname__}` ({code.co_filename}:{code.co_firstlineno}) is a lambda, which has no operations.")
-    rewriter = _Rewriter(code.co_firstlineno)
+    rewriter = _Rewriter(code.co_firstlineno, node)
     rewritten = copy.deepcopy(node)
     rewritten.body = [rewriter.visit(statement) for statement in rewritten.body]
     free = [OPERATION.format(number) for number in range(len(rewriter.operations))]
@@ -114,6 +120,7 @@ def _list(function: types.FunctionType) -> Listing:
         tuple(line.rstrip("\n") for line in lines),
         {operation.name: operation for operation in rewriter.operations},
         _compiled(rewritten, class_name, code, free),
+        rewriter.aliases,
     )
 
 
@@ -185,29 +192,78 @@ def _same_step(mine: tuple[str, Any], theirs: tuple[str, Any]) -> bool:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Turns each call ``f(x)`` of a definition into ``operation(f, x)`` and lists them."""
+    """Turns calls ``f(x)`` of a definition into ``operation(f, x)``, and assigned values into ``operation(value)``, and lists them."""
 
-    def __init__(self, first_line: int) -> None:
+    def __init__(self, first_line: int, definition: ast.AST) -> None:
         self.operations: list[Operation] = []
+        self.aliases: dict[str, str] = {}
         self._first_line = first_line
-        self._used: Counter[str] = Counter()
+        self._called = Counter(_name_of(node.func) for node in ast.walk(definition) if _is_operation(node))
+        self._calls: Counter[str] = Counter()  # so far
+        self._all: Counter[str] = Counter()  # likewise, with assignments
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         callee = copy.deepcopy(node.func)
         self.generic_visit(node)
-        if isinstance(node.func, ast.Name) and node.func.id in _ABOUT_FRAME:
+        if not _is_operation(node):
             return node
-        name = _name_of(callee)
-        number = self._used[name]
-        self._used[name] += 1
-        operation = ast.copy_location(ast.Name(OPERATION.format(len(self.operations)), ast.Load()), node.func)
-        start, end = node.lineno - self._first_line, (node.end_lineno or node.lineno) - self._first_line
-        self.operations.append(Operation(f"{name}_{number}", callee, start, end))
+        name, number = _name_of(callee), self._calls[_name_of(callee)]
+        self._calls[name] += 1
+        if self._all[name] >= self._called[name]:
+            self.aliases[f"{name}_{self._all[name]}"] = f"{name}_{number}"
+        self._all[name] += 1
+        operation = self._add(f"{name}_{number}", callee, node)
         return ast.copy_location(ast.Call(operation, [node.func, *node.args], node.keywords), node)
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        node.value = self._assigned(node.targets[0], node.value) if len(node.targets) == 1 else self.visit(node.value)
+        node.targets = [self.visit(target) for target in node.targets]
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        if node.value is not None:
+            node.value = self._assigned(node.target, node.value)
+            node.target = self.visit(node.target)
+        return node
+
+    def _assigned(self, target: ast.expr, value: ast.expr) -> ast.expr:
+        """Return what is assigned instead of ``value``: with operations in it, and as one if ``target`` has a name for it."""
+        kinds = (ast.Tuple, ast.List)
+        if isinstance(target, kinds):
+            if isinstance(value, kinds) and len(target.elts) == len(value.elts) and not any(map(_is_starred, (*target.elts, *value.elts))):
+                value.elts = list(map(self._assigned, target.elts, value.elts))
+                return value
+            return self.visit(value)
+        value, name = self.visit(value), _name_of(target)
+        if name == "call":  # an item of something without a name
+            return value
+        number = self._all[name]
+        self._all[name] += 1
+        if number < self._called[name]:  # a call has the name
+            return value
+        return ast.copy_location(ast.Call(self._add(f"{name}_{number}", None, value), [value], []), value)
+
+    def _add(self, name: str, callee: ast.expr | None, node: ast.expr) -> ast.expr:
+        """Add an operation, and return the variable that stands for it."""
+        variable = ast.copy_location(ast.Name(OPERATION.format(len(self.operations)), ast.Load()), node)
+        start, end = node.lineno - self._first_line, (node.end_lineno or node.lineno) - self._first_line
+        self.operations.append(Operation(name, callee, start, end))
+        return variable
+
+
+def _is_operation(node: ast.AST) -> TypeGuard[ast.Call]:
+    return isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in _ABOUT_FRAME)
+
+
+def _is_starred(node: ast.expr) -> bool:
+    return isinstance(node, ast.Starred)
 
 
 def _name_of(callee: ast.expr) -> str:
-    """Return the dotted names at the end of ``callee``, joined: ``self.c_attn(x).split`` is ``split``; subscripts are left out."""
+    """Return the dotted names at the end of ``callee``, joined: ``self.c_attn(x).split`` is ``split``; subscripts are left out.
+
+    Names of what is assigned to are found in the same way.
+    """
     start, parts = attributes_of(callee)
     while isinstance(start, ast.Subscript):  # ``self.layers[i]`` is ``self_layers``
         start, before = attributes_of(start.value)

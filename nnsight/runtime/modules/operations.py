@@ -1,4 +1,4 @@
-"""Operations: the calls inside a Python function, as locations of their own.
+"""Operations: the calls and assignments inside a Python function, as locations of their own.
 
 To stop a run at a call inside ``forward``, that function is compiled a second time from its syntax tree, with each ``f(x)`` turned into
 ``operation(f, x)``. Such an ``operation`` intercepts the call as the call of a module is intercepted
@@ -33,13 +33,17 @@ _ORIGINAL = "__nnsight_original__"
 
 
 def layers_of(function: Any, what: str) -> list[types.FunctionType]:
-    """Return ``function``, which messages call ``what``, and, innermost last, the functions that its decorators wrapped."""
+    """Return ``function``, which messages call ``what``, and, innermost last, the functions that its decorators wrapped.
+
+    Of an object of a class with ``__call__`` it is that method.
+    """
     if isinstance(function, torch.nn.Module):
         raise SourceError(f"{what} is a module ({type(function).__name__}): use the `.source` of its own envoy.")
     if isinstance(function, type):
         raise SourceError(f"{what} makes a `{function.__name__}`; only functions can be looked into.")
     function = getattr(function, "__func__", function)
     function = getattr(function, _ORIGINAL, function)
+    function = _call_of(function) or function
     if not isinstance(function, types.FunctionType):
         kind = "a C function" if isinstance(function, (types.BuiltinFunctionType, types.MethodDescriptorType)) else "an object"
         name = getattr(function, "__qualname__", type(function).__name__)
@@ -48,6 +52,16 @@ def layers_of(function: Any, what: str) -> list[types.FunctionType]:
     while isinstance(inner := getattr(layers[-1], "__wrapped__", None), types.FunctionType):
         layers.append(inner)
     return layers
+
+
+def _call_of(callee: Any) -> types.FunctionType | None:
+    """Return the method that a call of an object runs, if its class has one in Python; None for functions, classes and modules."""
+    call = None if isinstance(callee, (type, torch.nn.Module)) else type(callee).__call__
+    return call if isinstance(call, types.FunctionType) else None
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _replaced_cell(layer: types.FunctionType, old: Any, new: Any) -> types.FunctionType:
@@ -81,7 +95,7 @@ class Operations:
 
     def intercept(self, path: str, function: Any) -> Any:
         """Return ``function``, found at ``path``, with its operations intercepted."""
-        owner = getattr(function, "__self__", None)
+        owner = function if _call_of(function) else getattr(function, "__self__", None)
         layers = layers_of(function, f"`{path}`")
         self.refused.pop(path, None)
         known = self._made.setdefault(path, weakref.WeakKeyDictionary())
@@ -97,12 +111,22 @@ class Operations:
     def _rewrite(self, path: str, function: types.FunctionType) -> types.FunctionType:
         listing = listing_of(function)
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-        for number, name in enumerate(listing.operations):
-            cells[OPERATION.format(number)] = types.CellType(self._operation(f"{path}.source.{name}"))
+        for number, operation in enumerate(listing.operations.values()):
+            made = self._operation if operation.callee is not None else self._assignment
+            cells[OPERATION.format(number)] = types.CellType(made(f"{path}.source.{operation.name}"))
         # Dynamo keeps what it compiled on the code object: each module has its own.
         code = listing.code.replace(co_name=listing.code.co_name)
         closure = tuple(cells[name] for name in code.co_freevars)
         return with_cells(function, closure, code)
+
+    def _assignment(self, path: str) -> Callable[[Any], Any]:
+        """Return what the value of an assignment passes."""
+        watched = intercepted(path, self._traced_call)
+
+        def assigned(value: Any) -> Any:
+            return watched(_itself, value)
+
+        return assigned
 
     def _operation(self, path: str) -> Callable[..., Any]:
         """Return what an operation calls in place of the function."""
@@ -128,6 +152,9 @@ class Operations:
                 return watched(types.MethodType(rewritten(function.__func__), function.__self__), *args, **kwargs)
             if isinstance(function, types.FunctionType):
                 return watched(rewritten(function), *args, **kwargs)
+            call = _call_of(function)
+            if call is not None:
+                return watched(types.MethodType(rewritten(call), function), *args, **kwargs)
             if not is_compiling():
                 self._intercept_or_refuse(path, function)  # refuses: it is no Python function
             return watched(function, *args, **kwargs)
@@ -158,7 +185,7 @@ def forward_of(module: torch.nn.Module) -> tuple[str, Any]:
 
 def resolved_callee(operation: Operation, module: torch.nn.Module, function: types.FunctionType) -> Any:
     """Return what ``operation`` of ``function``, a method of ``module``, calls, or ``None`` if only a run can tell."""
-    callee, parts = attributes_of(operation.callee)
+    callee, parts = (None, []) if operation.callee is None else attributes_of(operation.callee)
     if not isinstance(callee, ast.Name):
         return None
     code = function.__code__

@@ -46,6 +46,11 @@ class ModuleTree:
             found = _trees[id(root)] = cls(root, traced_call=traced_call)
         return found
 
+    @classmethod
+    def with_module(cls, module: torch.nn.Module) -> ModuleTree | None:
+        """Return the tree of a wrapped model that ``module`` is part of; None if there is none."""
+        return next((tree for tree in list(_trees.values()) if module in tree.paths), None)
+
     def __init__(self, root: torch.nn.Module, path: str = "model", traced_call: TracedCall | None = None) -> None:
         self.root = root
         self.path = path
@@ -54,6 +59,7 @@ class ModuleTree:
         self._mentioned: set[tuple[int, Chains]] = set()
         self._opening = threading.RLock()
         self.paths: dict[torch.nn.Module, str] = {}
+        self._shown: list[tuple[torch.nn.Module, str]] = []  # modules that are no children, by who has them and under which attribute
         self.version = 0  # grows whenever the modules, or what is attached to them, are found to have changed
         self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
         self._leaves: list[dict[str, torch.nn.Module | None]] = []
@@ -64,6 +70,12 @@ class ModuleTree:
 
     def _scan(self) -> None:
         named = dict(self.root.named_modules())
+        for owner, name in self._shown:
+            module, path = getattr(owner, name, None), next((path for path, known in named.items() if known is owner), None)
+            if isinstance(module, torch.nn.Module) and path is not None:
+                found = module.named_modules(prefix=f"{path}.{name}".removeprefix("."))
+                known = set(named.values())
+                named.update((below, part) for below, part in found if part not in known)
         self.paths = {module: f"{self.path}.{name}" if name else self.path for name, module in named.items()}
         children = [module._modules for module in named.values()]
         self._parents = [(known, tuple(known.values())) for known in children if known]
@@ -72,11 +84,20 @@ class ModuleTree:
         self.version += 1
         self._instrumentation = None
 
+    def take_in(self, owner: torch.nn.Module, name: str) -> None:
+        """Take in the module that ``owner`` has as an attribute ``name`` and not as a child, and those below it; also for active runs."""
+        running, before = self._instrumentation, set(self.paths)
+        self._shown.append((owner, name))
+        self._scan()
+        if running is not None:
+            running.include({path: module for module, path in self.paths.items() if module not in before})
+            self._instrumentation = running
+
     def replace_root(self, root: torch.nn.Module) -> list[Envoy]:
         """Make ``root`` the model; return the root envoys, which must mirror it."""
         if _trees.get(id(self.root)) is self:
             _trees[id(root)] = _trees.pop(id(self.root))
-        self.root = root
+        self.root, self._shown = root, []
         self._scan()
         return list(self.roots)
 
@@ -144,15 +165,16 @@ class ModuleTree:
             return
         for module, path in list(self.paths.items()):
             try:
-                operations = listing_of(layers_of(forward_of(module)[1], path)[-1]).operations
+                listing = listing_of(layers_of(forward_of(module)[1], path)[-1])
             except SourceError:
                 continue
             for chain in chains:
-                if chain[0] not in operations:
+                operation = listing.operations.get(listing.aliases.get(chain[0], chain[0]))
+                if operation is None:
                     continue
                 self.open_source(path)
-                inside = f"{path}.source.{chain[0]}"
-                if len(chain) > 1 and _may_be_opened(self.callee(path, operations[chain[0]]), inside):
+                inside = f"{path}.source.{operation.name}"
+                if len(chain) > 1 and operation.callee is not None and _may_be_opened(self.callee(path, operation), inside):
                     for name in chain[1:]:
                         self.open_source(inside)
                         inside = f"{inside}.source.{name}"
@@ -168,9 +190,11 @@ class ModuleTree:
         return next((module for module, known in self.paths.items() if known == path), None)
 
     def _replace_forward(self, instrumentation: Instrumentation, path: str, module: torch.nn.Module) -> None:
+        operations = self._operations  # not this tree, which has the interception
+
         def replacement() -> tuple[dict[str, Any], str, Any]:
             name, function = forward_of(module)
-            return module.__dict__, name, self._operations.intercept(path, function)
+            return module.__dict__, name, operations.intercept(path, function)
 
         instrumentation.replace(path, replacement)
 

@@ -1,0 +1,5 @@
+"""Re-exports :class:`EditingTracer`, which keeps a block for later runs."""
+
+from ..runtime.editing import EditingTracer
+
+__all__ = ["EditingTracer"]

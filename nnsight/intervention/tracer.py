@@ -1,0 +1,7 @@
+"""Re-exports the tracers that run a model, and the tracer of one invoke."""
+
+from ..modeling.scanning import ScanningTracer
+from ..runtime.invoker import Invoker
+from ..runtime.tracer import InterleavingTracer
+
+__all__ = ["InterleavingTracer", "Invoker", "ScanningTracer"]

@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 __version__ = "0.9.0.dev0"
 
 provide(
+    add_names="nnsight.envoy.renaming",
     backend_for="nnsight.remote.client.remote_backend",
     call_edited="nnsight.fx.inlining",
+    check_names="nnsight.envoy.renaming",
+    with_names="nnsight.envoy.renaming",
     baked_edits="nnsight.program.edits",
     CompiledEdits="nnsight.program.edits",
     component_of="nnsight.modeling.component",

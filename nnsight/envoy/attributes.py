@@ -109,3 +109,15 @@ def unknown_attribute(envoy: Envoy, name: str) -> str:
     children = ", ".join(list(envoy._children)[:8]) + (", …" if len(envoy._children) > 8 else "")
     inside = f" Its child modules: {children}." if children else ""
     return f"`{envoy._path}` ({type(envoy._module).__name__}) has no attribute `{name}`.{hint}{inside}"
+
+
+def check_root(module: Any, path: Any, interleaver: Any, parent: Any) -> None:
+    """Raise a ``TypeError`` for arguments that an envoy cannot be made of."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"An envoy mirrors a torch.nn.Module, not {type(module).__name__}.")
+    if not isinstance(path, str) or not path or not all(part.isidentifier() or part.isdecimal() for part in path.split(".")):
+        raise TypeError(f"path= is the name under which locations are known, such as 'model', not {path!r}.")
+    if interleaver is not None:
+        raise TypeError("interleaver= is None: each run has an interleaver of its own.")
+    if parent is not None:
+        raise TypeError("parent= is None: to put a module below another, set it as an attribute, as in `model.layer.adapter = module`.")

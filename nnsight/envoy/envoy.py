@@ -28,7 +28,7 @@ from ..runtime.modules.located import Located
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.uncompiled import uncompiled
 from ..tracing.source import calls_for_with
-from .attributes import DERIVED, ends_with, unknown_attribute, with_child_named
+from .attributes import DERIVED, check_root, ends_with, unknown_attribute, with_child_named
 from .showing import shown
 from .source import Source, source_of
 
@@ -37,16 +37,19 @@ EnvoyClasses: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module] | str, ty
 
 
 class Envoy(Located):
-    """Mirror of ``module`` in the tree of a wrapped model.
+    """Mirror of ``module`` in the tree of a wrapped model; without a ``tree``, the root of its own.
 
     Args:
         module: The mirrored module.
         path: Its path, the prefix of its locations.
-        tree: The tree it belongs to, which its root keeps alive; a new one is made for a root.
-        known: Envoys made so far, by module, so that a module shared by two parents has one envoy.
+        interleaver: None: each run has one of its own.
+        rename: Further names of modules below a root, see :mod:`nnsight.envoy.renaming`.
         envoys: The class of the envoys below: one class, or a class for each type of module (looked up along the
             module's base classes) or else end of a path (``"attn"``, ``"mlp.act"``, ``"layers.*"`` for every entry of ``layers``),
             also in names that ``rename=`` gives; plain envoys for modules it does not name.
+        parent: None: an envoy below another is made by setting a module as its attribute.
+        tree: The tree it belongs to, which its root keeps alive; a new one is made for a root.
+        known: Envoys made so far, by module, so that a module shared by two parents has one envoy.
     """
 
     _path: str
@@ -61,15 +64,22 @@ class Envoy(Located):
     def __init__(
         self,
         module: torch.nn.Module,
-        *,
         path: str = "model",
+        interleaver: None = None,
+        rename: Mapping[Any, str | Sequence[str]] | None = None,
+        envoys: EnvoyClasses = None,
+        parent: None = None,
+        *,
         tree: ModuleTree | None = None,
         known: dict[torch.nn.Module, Envoy] | None = None,
-        envoys: EnvoyClasses = None,
     ) -> None:
+        check_root(module, path, interleaver, parent)
         own_tree = None if tree is not None else ModuleTree(module, path)
         tree = tree or own_tree
         assert tree is not None
+        if rename:
+            late("check_names")(rename)
+            envoys = late("with_names")(envoys, rename, tree)
         self.__dict__.update(_path=path, _module=module, _children={}, _envoys=envoys, _aliases=set(), _version=tree.version)
         self.__dict__.update(_shown_envoys={}, _tree_of_root=(weakref.ref(tree), tree._traced_call))
         if own_tree is not None:
@@ -79,6 +89,8 @@ class Envoy(Located):
         for name, child in module._modules.items():
             if child is not None:
                 self._adopt(name, child, known)
+        if rename:
+            late("add_names")(self, rename)
 
     # -- values of the running model -----------------------------------------------------------------------------
 

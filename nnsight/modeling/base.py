@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 
+from ..envoy.attributes import check_root
 from ..envoy.envoy import Envoy, EnvoyClasses
 from ..envoy.renaming import add_names, check_names, with_names
 from ..late_binding import late
@@ -33,18 +34,24 @@ if TYPE_CHECKING:
 _BACKGROUND = "background"
 
 
+#: Stands for the class attribute ``envoys``.
+_OF_THE_CLASS: Any = object()
+
+
 class NNsight(Editable):
     """A model whose internals can be read and edited while it runs.
 
     Args:
         module: The model. A module that was compiled with ``torch.compile`` or ``Module.compile`` is recognised:
             traces then run compiled too, with the same options.
-        compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled; see
-            :meth:`compile`. ``"background"`` is short for ``{"background": True}``.
+        path: The prefix of its locations, and the name that printed locations and caches begin with.
+        interleaver: None, as for :class:`Envoy`.
         rename: Further names for modules, by path or class: ``{"transformer.h": "layers"}`` lets ``model.layers`` stand for
             ``model.transformer.h``, ``{"mlp": "feedforward"}`` names every ``mlp``; see :mod:`nnsight.envoy.renaming`.
-        **options: ``envoys``, the class of the envoys below (see :class:`Envoy`); by default the class attribute
-            ``envoys``.
+        envoys: The class of the envoys below, see :class:`Envoy`; by default the class attribute ``envoys``.
+        parent: None, as for :class:`Envoy`.
+        compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled; see
+            :meth:`compile`. ``"background"`` is short for ``{"background": True}``.
 
     Raises:
         TypeError: If ``module`` is not a module.
@@ -62,14 +69,19 @@ class NNsight(Editable):
     def __init__(
         self,
         module: torch.nn.Module,
+        path: str = "model",
+        interleaver: None = None,
+        rename: Mapping[Any, str | Sequence[str]] | None = None,
+        envoys: EnvoyClasses = _OF_THE_CLASS,
+        parent: None = None,
         *,
         compile: bool | str | dict[str, Any] = False,
-        rename: Mapping[Any, str | Sequence[str]] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(module, torch.nn.Module):
             raise TypeError(f"NNsight wraps a torch.nn.Module, not {type(module).__name__}.")
-        envoys = options.pop("envoys", type(self).envoys)
+        check_root(module, path, interleaver, parent)
+        envoys = type(self).envoys if envoys is _OF_THE_CLASS else envoys
         _check_options(compile, rename, envoys)
         if options:
             raise TypeError(f"{type(self).__name__}() got unknown options {sorted(options)}.")
@@ -84,14 +96,14 @@ class NNsight(Editable):
                 self.__dict__["_unwrapped"] = True
             chosen = found if chosen is None else chosen
         self.__dict__.update(_compiled=None, _compile_by_default=chosen is not None, _edits=[], _compiled_edits=None)
-        self.__dict__["_rename"] = dict(rename or {})
+        self.__dict__.update(_rename=dict(rename or {}), _root_path=path)
         self._mount(module, envoys, chosen)
 
     def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
         """Mirror ``module``, and prepare to compile it if there are options for that."""
         add_tensor_methods()
-        tree = self.__dict__["_tree"] = ModuleTree.of(module, _traced_call)
-        Envoy.__init__(self, module, tree=tree, envoys=with_names(envoys, self._rename, tree))
+        tree = self.__dict__["_tree"] = ModuleTree.of(module, _traced_call, self._root_path)
+        Envoy.__init__(self, module, self._root_path, tree=tree, envoys=with_names(envoys, self._rename, tree))
         self._tree.roots.add(self)
         add_names(self, self._rename)
         if compile_options is not None:
@@ -130,7 +142,7 @@ class NNsight(Editable):
         scan: bool = False,
         validate: bool = False,
         program: bool = False,
-        fn: Callable[..., Any] | None = None,
+        fn: Callable[..., Any] | str | None = None,
         tracer_cls: type[InterleavingTracer] | None = None,
         trace: Literal[True] = True,
         **kwargs: Any,
@@ -147,7 +159,7 @@ class NNsight(Editable):
         scan: bool = False,
         validate: bool = False,
         program: bool = False,
-        fn: Callable[..., Any] | None = None,
+        fn: Callable[..., Any] | str | None = None,
         tracer_cls: type[InterleavingTracer] | None = None,
         trace: bool = True,
         **kwargs: Any,
@@ -169,7 +181,8 @@ class NNsight(Editable):
                 even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
                 other objects of yours, and what it prints, happens twice.
             program: Record the block as a program, which is ``tracer.program`` afterwards (docs/programs.md), and run that.
-            fn: A function to call instead of the model; it can call the model, or modules of it, any number of times.
+            fn: A function to call instead of the model; it can call the model, or modules of it, any number of times. A name is that of a
+                method of the wrapped module.
             tracer_cls: Class of the tracer: a subclass of :class:`InterleavingTracer`.
             trace: ``False`` calls the model with the input as a trace prepares it: ``logits = model.trace(prompt, trace=False).logits``.
             **kwargs: The model's input, by name.
@@ -187,12 +200,22 @@ class NNsight(Editable):
             raise ValueError(
                 "trace(fn=...) takes no scan= or validate=: these run a copy of the model on fakes, and the function calls the model."
             )
-        traced = self if fn is None else TracedFunction(self, fn)
+        traced = self if fn is None else TracedFunction(self, self._named_method(fn) if isinstance(fn, str) else fn)
         if remote is not False or not blocking:
             backend = self._remote_backend(remote, backend, blocking, kwargs)
         if program:
             backend = self._program_backend(traced, backend)
         return self._tracer(traced, args, kwargs, compile, backend, tracer_cls, scan=scan, validate=validate)
+
+    def _named_method(self, name: str) -> Callable[..., Any]:
+        """Return a function that calls the module's method ``name``, which is looked up when it runs."""
+        if not callable(getattr(self._module, name, None)):
+            raise AttributeError(f"trace(fn={name!r}): {type(self._module).__name__} has no method of this name.")
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return getattr(self._module, name)(*args, **kwargs)
+
+        return method
 
     def _remote_backend(
         self, remote: bool | str, backend: Backend | None, blocking: bool, kwargs: dict[str, Any] | None = None

@@ -39,11 +39,11 @@ class ModuleTree:
     """
 
     @classmethod
-    def of(cls, root: torch.nn.Module, traced_call: TracedCall | None = None) -> ModuleTree:
-        """Return the tree of ``root`` under the path ``model``; several wrappers of one model, and their runs, share it."""
+    def of(cls, root: torch.nn.Module, traced_call: TracedCall | None = None, path: str = "model") -> ModuleTree:
+        """Return the tree of ``root`` under ``path``; several wrappers of one model under one path, and their runs, share it."""
         found = _trees.get(id(root))
-        if found is None or found.root is not root or found._traced_call is not traced_call:
-            found = _trees[id(root)] = cls(root, traced_call=traced_call)
+        if found is None or found.root is not root or found._traced_call is not traced_call or found.path != path:
+            found = _trees[id(root)] = cls(root, path, traced_call)
         return found
 
     @classmethod

@@ -31,8 +31,9 @@ from nnsight.fx.lowering.backends import resolve_backend
 from . import ROOT
 
 DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-#: The documents, with a mark at those whose code runs in an environment of its own.
-RUNNING = [pytest.param(path, marks=pytest.mark.vllm) if path.stem == "vllm" else path for path in DOCUMENTS]
+#: The documents, with a mark at those whose code runs in an environment of its own, or with the slow tests.
+_MARKS = {"vllm": pytest.mark.vllm, "programs": pytest.mark.slow}
+RUNNING = [pytest.param(path, marks=_MARKS.get(path.stem, ())) for path in DOCUMENTS]
 LANGUAGES = {"python", "py", "text", "sh", "mermaid", "yaml"}  # py: code of other libraries, which is not run
 OUTPUT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 #: Beginnings of blocks that take more than 5 s to capture, by document; "" stands for all. By default they run eagerly, with the slow

@@ -123,6 +123,7 @@ def test_several_edits_keep_their_order_and_come_after_those_there(
     assert torch.equal(output(other, compile), by_hand(other))
 
 
+@pytest.mark.slow
 def test_another_process_imports_what_a_script_exported(tmp_path: Path) -> None:
     """The script's own names are globals there; none of them exists here."""
     script = tmp_path / "make_edit.py"

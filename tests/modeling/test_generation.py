@@ -90,8 +90,9 @@ def test_a_plain_call_is_generate_of_transformers(model: LanguageModel, compile:
     same((output, result), (expected, expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "cache", [pytest.param({}, marks=pytest.mark.slow), {"cache_implementation": "static"}], ids=["growing", "static"]
+    "cache", [{}, {"cache_implementation": "static"}], ids=["growing", "static"]
 )
 def test_a_plain_call_of_a_compiled_model_is_compiled(model: LanguageModel, cache: dict[str, Any]) -> None:
     """Prompts of known kinds capture nothing anew; ``compile=False`` captures nothing at all."""

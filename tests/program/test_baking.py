@@ -163,6 +163,7 @@ def test_a_package_runs_without_nnsight(steered: Any, baked: nn.Module, tmp_path
     assert done.stdout.strip() == "same", done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_a_llama_with_skips_weights_and_applied_modules() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(hidden_size=16, intermediate_size=24, num_hidden_layers=3, num_attention_heads=2, vocab_size=50)

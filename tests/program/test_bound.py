@@ -235,6 +235,7 @@ def test_a_location_that_such_a_function_does_not_reach_is_an_error() -> None:
         bound(x)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_in_such_a_function() -> None:
     config = transformers.GPT2Config(n_layer=3, n_embd=16, n_head=2, vocab_size=40)
     net = transformers.GPT2LMHeadModel(config).eval()

@@ -177,7 +177,8 @@ def test_an_edit_that_looks_at_sizes_is_recorded_for_each(model: Any) -> None:
         torch.testing.assert_close(sized(ids).logits, plain(ids).logits, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("begun", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_a_decode_with_a_cache(model: Any, begun: bool) -> None:
     direction = torch.randn(model.config.n_embd)
@@ -232,6 +233,7 @@ def test_a_mistake_in_an_edit_is_raised_as_it_is_as_python() -> None:
         edited(x)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_an_edit_that_looks_at_sizes_with_a_cache(model: Any) -> None:
     def made() -> Any:

@@ -170,6 +170,7 @@ def test_what_has_no_program_is_refused() -> None:
     assert out.shape[0] == 3
 
 
+@pytest.mark.slow
 def test_a_program_of_a_compiled_stock_model_at_module_level() -> None:
     """As in a notebook, where variables are globals."""
     sizes = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32, "vocab_size": 50}

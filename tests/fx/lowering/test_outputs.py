@@ -275,6 +275,7 @@ def test_the_cache_of_keys_and_values_is_left_out(small: LanguageModel) -> None:
     assert result.past_key_values.get_seq_length() == expected.shape[1]
 
 
+@pytest.mark.slow
 def test_generation_sees_what_its_model_returns(small: LanguageModel) -> None:
     tokens = []
     for compile in (True, False):

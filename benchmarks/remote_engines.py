@@ -1,13 +1,14 @@
 """Programs of remote clients in a vLLM engine, over the same on the usual engine of the server: ratios measured in one run.
 
-Two servers, each a process of its own on this machine, serve the same model: one with ``--engine vllm``, one with ``--engine local``, which
-runs up to eight jobs of one kind together. 32 clients submit programs that were recorded before: generations of 32 tokens, each steered
-at a layer of its own by a vector of its own. The turns of the servers alternate, and the results of both are compared. Measured:
+Two servers, each a process of its own on this machine, serve the same model with random weights: one with ``--engine vllm``, one
+with ``--engine local``, which runs up to eight jobs of one kind together. 32 clients submit programs that were recorded before: generations
+of 32 tokens, each steered at a layer of its own by a vector of its own. The turns of the servers alternate, and results are compared with
+those of a run here. Measured:
 
 * tokens per second of the 32 clients;
 * the time of one generation of one token, on an idle server: beside vLLM's own engine, without a server, in this process.
 
-``.venv-vllm/bin/python benchmarks/remote_engines.py [--rounds N] [--quick]`` prints a table and writes
+``.venv-vllm/bin/python benchmarks/remote_engines.py [--rounds N] [--shape S] [--quick]`` prints a table and writes
 ``benchmarks/results/remote_engines.json``.
 """
 
@@ -20,6 +21,7 @@ import os
 import platform
 import random
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ import remote
 import torch
 from machine import machine_check
 from tqdm.auto import tqdm
+from vllm_engine import SHAPES, save_model
 
 import nnsight
 from nnsight.program.format.payload import decode, encode
@@ -80,10 +83,21 @@ def engine_alone(times: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--shape", choices=list(SHAPES), default="gpt2", help="of the model, which has random weights")
     parser.add_argument("--quick", action="store_true", help="one round, to see that it works; writes nothing")
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with tempfile.TemporaryDirectory() as folder:
+        remote.KEY = save_model(options.shape, folder)
+        table = measured(rounds) | {"shape": options.shape}
+    print(json.dumps(table, indent=1))
+    if not options.quick:
+        RESULTS.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
+
+
+def measured(rounds: int) -> dict[str, Any]:
+    """Return the figures of this many rounds."""
     model = nnsight.LanguageModel(remote.KEY, dispatch=True)
     jobs, short = generations(model, CLIENTS, TOKENS), generations(model, 8, 1)
     due = {job: remote.decode_results(remote.execute_payload(model, job))["logits"] for job in jobs}
@@ -99,16 +113,13 @@ def main() -> None:
         first = {name: first_token(client, short, 5 * rounds + 5) for name, client in clients.items()}
     first["vLLM's own engine"] = engine_alone(5 * rounds + 5)
     tokens = {name: statistics.median(found) for name, found in rates.items()}
-    table: dict[str, Any] = {
+    return {
         "tokens per second": tokens,
         "ratio": tokens["vllm"] / tokens["local"],
         "first token, ms": {name: 1000 * seconds for name, seconds in first.items()},
         "added to the first token, ms": 1000 * (first["vllm"] - first["vLLM's own engine"]),
         "machine": {"fixed work, s": machine_check(), "processor": platform.processor(), "torch": torch.__version__},
     }
-    print(json.dumps(table, indent=1))
-    if not options.quick:
-        RESULTS.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

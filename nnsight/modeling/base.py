@@ -11,7 +11,7 @@ import torch
 
 from ..envoy.attributes import check_root
 from ..envoy.envoy import Envoy, EnvoyClasses
-from ..envoy.renaming import add_names, check_names, with_names
+from ..envoy.renaming import add_names, with_names
 from ..late_binding import late
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit
@@ -23,15 +23,12 @@ from ..runtime.tracer import Arguments, Driver, InterleavingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
 from .editable import Editable
+from .root_options import BACKGROUND, check_options, compile_options
 from .scanning import ScanningTracer
-from .tracing import ModelTracer, TracedFunction, session_backend, traced_method, tracer_class
+from .tracing import ModelTracer, session_backend, traced_method, tracer_class
 
 if TYPE_CHECKING:
     from ..fx.driver import CompiledDriver
-
-
-#: Short for the option that lowers whole graphs in the background.
-_BACKGROUND = "background"
 
 
 #: Stands for the class attribute ``envoys``.
@@ -82,10 +79,10 @@ class NNsight(Editable):
             raise TypeError(f"NNsight wraps a torch.nn.Module, not {type(module).__name__}.")
         check_root(module, path, interleaver, parent)
         envoys = type(self).envoys if envoys is _OF_THE_CLASS else envoys
-        _check_options(compile, rename, envoys)
+        check_options(compile, rename, envoys)
         if options:
             raise TypeError(f"{type(self).__name__}() got unknown options {sorted(options)}.")
-        chosen = _compile_options(compile)
+        chosen = compile_options(compile)
         # By name: without dynamo imported (it takes a second) there are no such modules.
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             from ..fx.torch_compat import options_of_compiled
@@ -200,22 +197,14 @@ class NNsight(Editable):
             raise ValueError(
                 "trace(fn=...) takes no scan= or validate=: these run a copy of the model on fakes, and the function calls the model."
             )
-        traced = self if fn is None else TracedFunction(self, self._named_method(fn) if isinstance(fn, str) else fn)
+        if isinstance(fn, str) and not callable(getattr(self._module, fn, None)):
+            raise AttributeError(f"trace(fn={fn!r}): {type(self._module).__name__} has no method of this name.")
+        traced = self if fn is None else traced_method(self, self, fn)
         if remote is not False or not blocking:
             backend = self._remote_backend(remote, backend, blocking, kwargs)
         if program:
             backend = self._program_backend(traced, backend)
         return self._tracer(traced, args, kwargs, compile, backend, tracer_cls, scan=scan, validate=validate)
-
-    def _named_method(self, name: str) -> Callable[..., Any]:
-        """Return a function that calls the module's method ``name``, which is looked up when it runs."""
-        if not callable(getattr(self._module, name, None)):
-            raise AttributeError(f"trace(fn={name!r}): {type(self._module).__name__} has no method of this name.")
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return getattr(self._module, name)(*args, **kwargs)
-
-        return method
 
     def _remote_backend(
         self, remote: bool | str, backend: Backend | None, blocking: bool, kwargs: dict[str, Any] | None = None
@@ -324,12 +313,12 @@ class NNsight(Editable):
 
     def _driver(self, compile: bool | str | None, function: Callable[..., Any] | None = None) -> Driver:
         """Return the driver of the model, or of a ``function`` that calls it, compiled or not."""
-        if compile is not None and not isinstance(compile, bool) and compile != _BACKGROUND:
+        if compile is not None and not isinstance(compile, bool) and compile != BACKGROUND:
             raise TypeError(
-                f"trace(compile=...) is True, False or {_BACKGROUND!r}, not {compile!r}. Options go to `model.compile(...)`."
+                f"trace(compile=...) is True, False or {BACKGROUND!r}, not {compile!r}. Options go to `model.compile(...)`."
             )
         self._sync()
-        if compile == _BACKGROUND and not (self._compiled or self._make_driver({"background": True})).options.get("background"):
+        if compile == BACKGROUND and not (self._compiled or self._make_driver({"background": True})).options.get("background"):
             raise ValueError(
                 "trace(compile='background'): this model was compiled before, with other options. Call "
                 "`model.compile(background=True, ...)` once instead."
@@ -436,26 +425,6 @@ class NNsight(Editable):
     _edits: list[Edit]
     _rename: dict[Any, str | Sequence[str]]
     _compile_by_default: bool
-
-
-def _compile_options(compile: bool | str | dict[str, Any]) -> dict[str, Any] | None:
-    """Return the options of :meth:`NNsight.compile` that ``compile=`` stands for; ``None`` for eager."""
-    if isinstance(compile, dict):
-        return dict(compile)
-    return {"background": True} if compile == _BACKGROUND else {} if compile else None
-
-
-def _check_options(compile: Any, rename: Any, envoys: Any) -> None:
-    """Raise for options of another type than they can have."""
-    if not isinstance(compile, (bool, dict)) and compile != _BACKGROUND:
-        raise TypeError(
-            f"compile= is True, False, {_BACKGROUND!r} or a dict of the options of torch.compile, not {compile!r}."
-        )
-    if rename is not None:
-        check_names(rename)
-    for kind in envoys.values() if isinstance(envoys, Mapping) else () if envoys is None else [envoys]:
-        if not (isinstance(kind, type) and issubclass(kind, Envoy)):
-            raise TypeError(f"envoys= is a class of envoys, or a dict of such by class or path of module; not {kind!r}.")
 
 
 def _traced_call(*call: Any) -> Any:

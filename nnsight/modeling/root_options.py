@@ -1,0 +1,32 @@
+"""Options of the root of a model, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..envoy.envoy import Envoy
+from ..envoy.renaming import check_names
+
+#: Short for the option that lowers whole graphs in the background.
+BACKGROUND = "background"
+
+
+def compile_options(compile: bool | str | dict[str, Any]) -> dict[str, Any] | None:
+    """Return the options of :meth:`NNsight.compile` that ``compile=`` stands for; ``None`` for eager."""
+    if isinstance(compile, dict):
+        return dict(compile)
+    return {"background": True} if compile == BACKGROUND else {} if compile else None
+
+
+def check_options(compile: Any, rename: Any, envoys: Any) -> None:
+    """Raise for options of another type than they can have."""
+    if not isinstance(compile, (bool, dict)) and compile != BACKGROUND:
+        raise TypeError(
+            f"compile= is True, False, {BACKGROUND!r} or a dict of the options of torch.compile, not {compile!r}."
+        )
+    if rename is not None:
+        check_names(rename)
+    for kind in envoys.values() if isinstance(envoys, Mapping) else () if envoys is None else [envoys]:
+        if not (isinstance(kind, type) and issubclass(kind, Envoy)):
+            raise TypeError(f"envoys= is a class of envoys, or a dict of such by class or path of module; not {kind!r}.")

@@ -52,7 +52,7 @@ def test_modules_are_there_before_the_engine(folder: Path) -> None:
     layer = lazy.model.layers[1]
     assert layer.mlp.down_proj.weight.is_meta
     shown = repr(lazy)
-    assert "LlamaDecoderLayer" in shown and ".residual: hidden state after the layer" in shown
+    assert "LlamaDecoderLayer" in shown and "(residual): hidden state after the layer" in shown
     assert lazy.tokenizer.decode(lazy.tokenizer(PROMPTS[0])["input_ids"]) == PROMPTS[0]
     lazy.dispatch()
     assert lazy.dispatched and lazy.model.layers[1] is layer

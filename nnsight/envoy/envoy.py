@@ -73,8 +73,10 @@ class Envoy(Located):
         tree: ModuleTree | None = None,
         known: dict[torch.nn.Module, Envoy] | None = None,
     ) -> None:
-        check_root(module, path, interleaver, parent)
-        own_tree = None if tree is not None else ModuleTree(module, path)
+        own_tree = None
+        if tree is None:
+            check_root(module, path, interleaver, parent)
+            own_tree = ModuleTree(module, path)
         tree = tree or own_tree
         assert tree is not None
         if rename:

@@ -84,6 +84,16 @@ def test_the_path_goes_along(mode: str) -> None:
     close(edited(X), net.rest(torch.zeros(3, 4)))
 
 
+@pytest.mark.parametrize("kind", [Envoy, NNsight])
+def test_modules_below_a_root_may_have_any_name(kind: Any) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    net.add_module("my-part", torch.nn.ReLU())
+    root = kind(net)
+    with root.trace(X):
+        out = root.get("my-part").output.save()
+    close(out, net(X))
+
+
 def test_errors_name_the_path() -> None:
     root = NNsight(Net(), path="net")
     with pytest.raises(ValueError, match=r"`net\.first\.output`"):

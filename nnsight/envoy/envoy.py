@@ -54,7 +54,6 @@ class Envoy(Located):
 
     _path: str
     _module: torch.nn.Module
-    _tree: ModuleTree
     _children: dict[str, Envoy]
     _version: int
     _envoys: EnvoyClasses
@@ -73,19 +72,14 @@ class Envoy(Located):
         tree: ModuleTree | None = None,
         known: dict[torch.nn.Module, Envoy] | None = None,
     ) -> None:
-        own_tree = None
         if tree is None:
             check_root(module, path, interleaver, parent)
-            own_tree = ModuleTree(module, path)
-        tree = tree or own_tree
-        assert tree is not None
+            tree = self.__dict__["_tree"] = ModuleTree(module, path)
         if rename:
             late("check_names")(rename)
             envoys = late("with_names")(envoys, rename, tree)
         self.__dict__.update(_path=path, _module=module, _children={}, _envoys=envoys, _aliases=set(), _version=tree.version)
         self.__dict__.update(_shown_envoys={}, _tree_of_root=(weakref.ref(tree), tree._traced_call))
-        if own_tree is not None:
-            self.__dict__["_tree"] = own_tree
         known = {} if known is None else known
         known[module] = self
         for name, child in module._modules.items():
@@ -264,8 +258,12 @@ class Envoy(Located):
             value = children[part] if part in children else getattr(value, part)
         return value
 
-    def _find_tree(self) -> ModuleTree:
-        """Return the tree, which the root holds; without that, the one of another wrapper of the model, else one of this module alone."""
+    @property  # asked at each value that a block reads
+    def _tree(self) -> ModuleTree:  # type: ignore[override]
+        """The tree, which the root holds; without that, the one of another wrapper of the model, else one of this module alone."""
+        own: ModuleTree | None = self.__dict__.get("_tree")
+        if own is not None:
+            return own
         reference, traced_call = self.__dict__["_tree_of_root"]
         tree: ModuleTree | None = reference()
         if tree is None:
@@ -277,8 +275,6 @@ class Envoy(Located):
         return tree
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_tree" and "_tree_of_root" in self.__dict__:
-            return self._find_tree()
         module = self.__dict__.get("_module")
         if module is None or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)

@@ -73,7 +73,9 @@ class Named(Protocol):
     """What a trace asks of a model about names, and the edits that run in each of its traces."""
 
     _edits: list[Edit]
-    _tree: ModuleTree
+
+    @property
+    def _tree(self) -> ModuleTree: ...
 
     def _alias_paths(self) -> Mapping[str, str]: ...
 

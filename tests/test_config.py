@@ -419,8 +419,9 @@ def test_yaml_that_is_wrong_is_reported_and_left_out(home: Path, text: str) -> N
 
 def test_options_without_effect_here_can_be_assigned() -> None:
     config = Config()
-    config.API.COMPRESS = False
-    config.APP.DISABLE_CPP_BACKTRACE = False
+    assert (config.API.COMPRESS, config.APP.DISABLE_CPP_BACKTRACE) == (True, True)
+    config.API.COMPRESS = config.APP.DISABLE_CPP_BACKTRACE = False
+    assert (config.API.COMPRESS, config.APP.DISABLE_CPP_BACKTRACE) == (False, False)
 
 
 def test_the_secret_of_a_notebook_is_the_last_key(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from nnsight.program.format.results import decode_results
 from nnsight.program.run.engine import TimeLimitError
 from nnsight.remote.client.backend import ProgramBackend
 from nnsight.remote.protocol import ModelKey
+from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.models import engine_of
 from nnsight.remote.server.serve import in_background
 from nnsight.vllm import VLLM
@@ -474,6 +475,33 @@ def test_many_jobs_leave_nothing(clients: Clients) -> None:
             assert torch.equal(decode_results(outcome)["ids"], due[payload])
     assert ended and not engine._engine.pending and not engine._engine._runner.bookkeeping.runs
     assert not engine._room._inside and not engine._room._waiting and engine.healthy
+
+
+def test_ending_a_job_that_waits_for_the_other_engine_ends_no_other(clients: Clients) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def slow(payload: bytes, log: Any) -> bytes:
+        begun.set()
+        assert go.wait(20)
+        return b"done"
+
+    backend, model = Recorded(), clients.client
+    with model.trace(PROMPTS[0], backend=backend):
+        hidden = model.model.layers[1].output
+        with model.lm_head.output.sum().backward():
+            gradient = hidden.grad.save()
+
+    async def run() -> list[Any]:
+        both = Either(clients.engine, ThreadEngine(slow))
+        given = [[backend.payload], [backend.payload]]
+        jobs = [asyncio.ensure_future(both.execute(one, 20, [print])) for one in given]
+        await asyncio.to_thread(begun.wait, 20)
+        both.interrupt(given[1])
+        go.set()
+        return await asyncio.gather(*jobs, return_exceptions=True)
+
+    first, second = asyncio.run(run())
+    assert first == [b"done"] and isinstance(second, TimeLimitError)
 
 
 @pytest.mark.parametrize("more", [["--engine", "vllm,local"], ["--engine", "vllm", "--ray"]], ids=["both engines", "Ray"])

@@ -230,6 +230,7 @@ class Either:
         self._first, self._second = first, second
         self.width = first.width + second.width
         self._free = asyncio.Semaphore(second.width)
+        self._waiting: dict[int, bool] = {}  # of payloads that wait for the second engine: whether they were ended meanwhile
 
     def _engine_of(self, payload: bytes) -> Engine:
         try:
@@ -243,11 +244,23 @@ class Either:
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
         if self._engine_of(payloads[0]) is self._first:
             return await self._first.execute(payloads, seconds, logs)
-        async with self._free:
+        self._waiting[id(payloads)] = False
+        try:
+            await self._free.acquire()
+        finally:
+            ended = self._waiting.pop(id(payloads))
+        try:
+            if ended:
+                raise TimeLimitError("The job was ended.")
             return await self._second.execute(payloads, seconds, logs)
+        finally:
+            self._free.release()
 
     def interrupt(self, payloads: Sequence[bytes]) -> None:
-        self._engine_of(payloads[0]).interrupt(payloads)
+        if id(payloads) in self._waiting:  # the second engine would end the job that it runs
+            self._waiting[id(payloads)] = True
+        else:
+            self._engine_of(payloads[0]).interrupt(payloads)
 
     @property
     def healthy(self) -> bool:

@@ -8,6 +8,7 @@ vLLM, are refused by name when a program arrives.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -211,6 +212,7 @@ def _takes_residual(module: torch.nn.Module) -> bool:
     return "residual" in _signature(kind_of(module)).parameters
 
 
+@functools.cache
 def _signature(kind: Any) -> inspect.Signature:
     """Return what modules of a class take; the operations of vLLM have a form for each device."""
     return inspect.signature(getattr(kind, "forward_native", kind.forward))

@@ -214,10 +214,12 @@ class JobRun(RequestRun):
             logits = value.new_zeros(len(self.rows), 1, value.shape[-1])
             for row, rows in here:
                 logits[row.number, 0] = rows.of(value)[0]
-            left = self._offer(root, step, self._offer(head, step, logits.clone()))
-            with torch.inference_mode(value.is_inference()):
-                for row, rows in here:
-                    rows.of(value)[0].copy_(left[row.number, 0])
+            version = logits._version
+            left = self._offer(root, step, self._offer(head, step, logits))
+            if left is not logits or left._version > version:
+                with torch.inference_mode(value.is_inference()):
+                    for row, rows in here:
+                        rows.of(value)[0].copy_(left[row.number, 0])
             return value
         assert self._hidden is not None
         hidden, self._hidden = self._hidden, None

@@ -196,7 +196,7 @@ def _building(parsed: argparse.Namespace, name: str, options: dict[str, Any]) ->
 
 def _openai(parsed: argparse.Namespace, models: dict[str, Any], door: Any) -> list[Any]:
     """Return the routes of OpenAI's interface."""
-    from .remote.openai.routes import Served, openai_routes
+    from .remote.openai.routes import OpenAIModel, openai_routes
     from .steering.registry import Vectors
 
     served = {}
@@ -204,7 +204,7 @@ def _openai(parsed: argparse.Namespace, models: dict[str, Any], door: Any) -> li
         vectors = Vectors()
         for given in parsed.vectors:
             vectors.load_named(given)
-        served[name] = Served(model, vectors, parsed.together)
+        served[name] = OpenAIModel(model, vectors, parsed.together)
     return openai_routes(served, door)
 
 

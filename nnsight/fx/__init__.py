@@ -4,7 +4,7 @@ It is a pipeline. :mod:`~nnsight.fx.pipeline` has its steps as plain functions, 
 :func:`record`, :func:`splice` and :func:`lower`. The folders are in the order in which a compiled trace meets them:
 
 * :mod:`~nnsight.fx.capturing`: dynamo captures a call of the model; taps mark locations in the graph;
-* :mod:`~nnsight.fx.recording`: the block runs against lazy tensors and leaves a program (:mod:`~nnsight.fx.program`);
+* :mod:`~nnsight.fx.recording`: the block runs against lazy tensors and leaves a program (:mod:`~nnsight.fx.block_events`);
 * :mod:`~nnsight.fx.splicing`: the program is written into a copy of the graph, and passes simplify it;
 * :mod:`~nnsight.fx.lowering`: a backend makes it callable, as a whole or region by region;
 * :mod:`~nnsight.fx.replay`: a block whose effects follow from what it reads is not run again;

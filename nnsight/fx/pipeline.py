@@ -25,12 +25,12 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.mediator import Mediator
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Report
+from .block_events import BlockEvents, Input, ValueNumber
 from .capturing.dynamo import new_caller
 from .capturing.graph import CapturedGraph
 from .capturing.taps import tapped_call
 from .lowering.backends import resolve_backend
 from .lowering.lowering import lower_prepared, prepare
-from .program import Input, Program, Value
 from .recording.recording import Recording
 from .splicing.pieces import Piece, SplicedGraph, as_argument
 from .splicing.splice import splice as splice_graph
@@ -68,8 +68,8 @@ class RecordedBlock:
     """
 
     captured: CapturedCall
-    program: Program
-    results: tuple[Value | Input, ...]
+    program: BlockEvents
+    results: tuple[ValueNumber | Input, ...]
     externals: tuple[torch.Tensor, ...]
     numbers: tuple[int | float, ...]
     outputs: tuple[Any, ...]
@@ -141,12 +141,12 @@ def record(captured: CapturedCall, block: Callable[[Values], Any]) -> RecordedBl
         TypeError: If it returns anything but values of the graph, or results computed from them.
         MissedProviderError: If the block waits for a location that the graph does not pass, or has passed.
     """
-    results: list[Value | Input] = []
+    results: list[ValueNumber | Input] = []
 
     def intervention() -> None:
         for leaf in pytree.tree_leaves(block(Values(mediator))):
             reference = recording.refer(leaf) if isinstance(leaf, torch.Tensor) else None
-            if not isinstance(reference, (Value, Input)):
+            if not isinstance(reference, (ValueNumber, Input)):
                 raise TypeError(f"The block returned a {type(leaf).__name__} that is no value of the graph, nor computed from one.")
             results.append(reference)
 

@@ -22,7 +22,7 @@ Metric = Callable[[Any], float | torch.Tensor]
 _NOTABLE = 3.0
 
 
-class Row(NamedTuple):
+class SweepRow(NamedTuple):
     """One setting of a sweep.
 
     Attributes:
@@ -46,11 +46,11 @@ class Row(NamedTuple):
 class Sweep:
     """The table of a sweep; ``unsteered`` is the metric of the model itself. ``pandas.DataFrame(sweep.rows)`` is a table of pandas."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[SweepRow, ...]
     unsteered: float
 
     @property
-    def best(self) -> Row:
+    def best(self) -> SweepRow:
         """The setting with the largest change upwards that is more than chance, or the largest of all if none is."""
         notable = [row for row in self.rows if row.effect >= _NOTABLE]
         return max(notable or self.rows, key=lambda row: row.change)
@@ -138,7 +138,7 @@ def sweep(
             for scale in scales:
                 made, by_chance = change(vector, layer, scale), [change(other, layer, scale) for other in others]
                 random, spread = statistics.mean(by_chance), max(statistics.stdev(by_chance), 1e-12)
-                rows.append(Row(layer, float(scale), unsteered + made, made, random, (made - random) / spread))
+                rows.append(SweepRow(layer, float(scale), unsteered + made, made, random, (made - random) / spread))
     table = Sweep(tuple(rows), unsteered)
     if not table.has_effect:
         warnings.warn(

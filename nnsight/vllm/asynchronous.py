@@ -128,7 +128,7 @@ class AsyncBackend(Backend):
         return self._stream
 
 
-class Job(Protocol):
+class RequestGroup(Protocol):
     """Requests that belong together, on the thread of an engine."""
 
     def begin(self) -> None:
@@ -225,10 +225,10 @@ class Turns:
     def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
         self._lock = threading.Lock()
-        self._arrived: list[Job] = []
+        self._arrived: list[RequestGroup] = []
         self._thread: threading.Thread | None = None
 
-    def add(self, job: Job) -> None:
+    def add(self, job: RequestGroup) -> None:
         """Run the requests of ``job``; raise ``ValueError`` if a block of the engine asks, because the engine stands still for it."""
         with self._lock:
             if self._thread is threading.current_thread():
@@ -239,7 +239,7 @@ class Turns:
                 self._thread.start()
 
     def _work(self) -> None:
-        jobs: list[Job] = []
+        jobs: list[RequestGroup] = []
         while True:
             with self._lock:
                 arrived, self._arrived = self._arrived, []

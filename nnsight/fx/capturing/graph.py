@@ -24,8 +24,8 @@ from torch.autograd import grad_mode
 from torch.utils import _pytree as pytree
 
 from ...runtime.report import Break
+from ..block_events import State
 from ..effects import Memory, all_edited, edits_of_inputs
-from ..program import State
 from .nested import unnest
 from .structures import parse_structure
 from .taps import OPAQUE_MARK, Opaque, tap

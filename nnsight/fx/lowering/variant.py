@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..block_events import BlockEvents, External, Input, ValueNumber
 from ..capturing.graph import CapturedGraph
 from ..counters import counters, stage
 from ..effects import Kind, edits_of_inputs, kind_of, may_fail, requires_grad, writes_to_inputs
-from ..program import External, Input, Program, Value
 from ..splicing.passes import Pass, copy_edited_values, copy_for_backward, replace_unseen_edits
 from ..splicing.pieces import Piece, Result
 from ..splicing.splice import splice
@@ -85,7 +85,7 @@ class Variant:
         self,
         graph: CapturedGraph,
         piece: Piece,
-        program: Program,
+        program: BlockEvents,
         stop: int,
         alive: Sequence[int],
         wanted: Sequence[Any],
@@ -94,17 +94,17 @@ class Variant:
     ) -> None:
         self.unseen = unseen
         results: dict[Result, int] = {}
-        for item in (*(Value(index) for index in alive), *wanted):
-            if isinstance(item, (Value, torch.fx.Node)):
+        for item in (*(ValueNumber(index) for index in alive), *wanted):
+            if isinstance(item, (ValueNumber, torch.fx.Node)):
                 results.setdefault(item, len(results))
         self._graph = graph
         self._observed = observed and torch.is_grad_enabled()
         self.spliced = splice(graph, piece, program, stop, list(results))
         counters.add("splices")
-        self.positions = {index: results[Value(index)] for index in alive}
+        self.positions = {index: results[ValueNumber(index)] for index in alive}
         self._plan = [
             (0, results[item])
-            if isinstance(item, (Value, torch.fx.Node))
+            if isinstance(item, (ValueNumber, torch.fx.Node))
             else (1, item.index)
             if isinstance(item, Input)
             else (2, item.index)

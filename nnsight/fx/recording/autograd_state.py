@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..program import Input, Reference, Value
+from ..block_events import Input, Reference, ValueNumber
 
 if TYPE_CHECKING:
     from .events import EventRecorder
@@ -41,7 +41,7 @@ def wants_grad(recorder: EventRecorder, item: Reference | torch.Tensor) -> bool 
     """Whether a tensor requires a gradient where the program is; ``None`` if that is not known."""
     wants: bool | None
     with torch._C.DisableTorchFunction():  # the recording is not asked what it is asking
-        if isinstance(item, Value):
+        if isinstance(item, ValueNumber):
             tensor, wants, is_unsure = recorder.fakes[item.index], recorder.requires_grad[item.index], recorder.gained_grad
         else:
             inputs = recorder.inputs if isinstance(item, Input) else recorder.externals
@@ -72,7 +72,7 @@ def _goes_on_otherwise(recording: Recording) -> bool:
     replaced: list[tuple[torch.fx.Node, Any]] = [
         *((taps[number].leaves[leaf], source) for (number, leaf), source in recording.writes.items()),
         *recording.substitutes.items(),
-        *((node, Value(index)) for node, index in recording.value_of.items()),
+        *((node, ValueNumber(index)) for node, index in recording.value_of.items()),
         *((node, Input(index)) for node, index in recording.piece.input_index.items()),
     ]
     return any(

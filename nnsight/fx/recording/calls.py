@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.switching.mode_stacks import ModeStacks
 from ...tracing.saving import keep_mark
-from ..program import Call, Value
+from ..block_events import Call, ValueNumber
 from ..splicing.pieces import references
 from .autograd_state import wants_grad
 from .events import EventRecorder, NotLowerableError, fake_or_self, integers, storage_of, user_position
@@ -114,7 +114,7 @@ class CallRecorder(EventRecorder):
     def apply(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Apply a ``torch.autograd.Function``: torch runs its ``forward`` out of sight of autograd, to which it is one call."""
         wanting = any(
-            wants_grad(self, Value(item._index) if isinstance(item, LazyTensor) and item._real is None else item) is not False
+            wants_grad(self, ValueNumber(item._index) if isinstance(item, LazyTensor) and item._real is None else item) is not False
             for item in args
             if isinstance(item, torch.Tensor)
         )
@@ -178,7 +178,7 @@ class CallRecorder(EventRecorder):
             if not answered:
                 return self.demand(function, args, kwargs)
             if not has_tensor(result) and not (result is None or edits_in_place(function)):
-                if any(isinstance(reference, Value) for reference in references(event)):
+                if any(isinstance(reference, ValueNumber) for reference in references(event)):
                     return result
                 return self._outside(function, args, kwargs)
             outcome = self._outcome(event, result)
@@ -234,7 +234,7 @@ class CallRecorder(EventRecorder):
             return False, None
         except Exception as error:
             # With values, operators of others may succeed, and functions that take a number and are given a tensor of one element.
-            scalar = any(isinstance(item, Value) and self.fakes[item.index].numel() == 1 for item in references(event))
+            scalar = any(isinstance(item, ValueNumber) and self.fakes[item.index].numel() == 1 for item in references(event))
             if is_own(event.function) or isinstance(error, NotImplementedError) or (scalar and isinstance(error, TypeError)):
                 return False, None
             if self.relaid:  # `view` may fail for the strides that were captured only
@@ -275,7 +275,7 @@ class CallRecorder(EventRecorder):
         """Answer what autograd knows of a tensor after the recorded calls."""
         name, tensor = ABOUT_GRADIENTS[function], args[0]
         is_lazy = isinstance(tensor, LazyTensor)
-        wants = wants_grad(tensor._recording, Value(tensor._index)) if is_lazy else wants_grad(self, tensor)
+        wants = wants_grad(tensor._recording, ValueNumber(tensor._index)) if is_lazy else wants_grad(self, tensor)
         if wants is None:
             return self.demand(function, args, kwargs, f"`{name}` depends on edits of tensors that share memory")
         if name == "requires_grad":

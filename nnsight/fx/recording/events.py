@@ -17,8 +17,21 @@ from ...runtime.rows.fakes import quiet_fakes
 from ...runtime.switching.mode_stacks import ModeStacks
 from ...runtime.switching.modes import Modes
 from ...tracing.errors import user_position_now
+from ..block_events import (
+    Call,
+    Constant,
+    Declare,
+    Event,
+    External,
+    Input,
+    Nest,
+    Outcome,
+    Reference,
+    State,
+    Symbol,
+    ValueNumber,
+)
 from ..capturing.graph import CapturedGraph, Tap
-from ..program import Call, Constant, Declare, Event, External, Input, Nest, Outcome, Reference, State, Symbol, Value
 from ..splicing.pieces import Piece, references
 from .autograd_state import is_apart, some, wants_grad
 from .functions import (
@@ -213,12 +226,12 @@ class EventRecorder(TorchFunctionMode):
             return self._argument(argument.item())
         raise NotLowerableError(f"an argument of type {type(argument).__name__}")
 
-    def refer(self, tensor: torch.Tensor) -> Value | Input | External:
+    def refer(self, tensor: torch.Tensor) -> ValueNumber | Input | External:
         """Return the reference to a tensor, declaring it as an external when it is new."""
         tensor = real_of(tensor)
         if isinstance(tensor, LazyTensor):
             if tensor._recording is self:
-                return Value(tensor._index)
+                return ValueNumber(tensor._index)
             tensor._recording.compute_for_nested()  # the tensor is real now, and comes from outside
         index = self.external_index.get(id(tensor))
         if index is not None:
@@ -243,14 +256,14 @@ class EventRecorder(TorchFunctionMode):
         self.external_index[id(tensor)] = len(self.externals) - 1
         return External(len(self.externals) - 1)
 
-    def _input_behind(self, tensor: torch.Tensor) -> Value | None:
+    def _input_behind(self, tensor: torch.Tensor) -> ValueNumber | None:
         """Return a view of an input as a value, recorded as such, if ``tensor`` is one that autograd follows.
 
         AOTAutograd cannot lower a graph that edits an input and a view of it, if both are inputs.
         """
         known = self.view_index.get(id(tensor))
         if known is not None:
-            return Value(known[1])
+            return ValueNumber(known[1])
         with torch._C.DisableTorchFunction():
             base = tensor._base if tensor.requires_grad else None
             if base is None:
@@ -262,7 +275,7 @@ class EventRecorder(TorchFunctionMode):
             return None
         view = self.call(torch.as_strided, (self.inputs[found], *placed), {})
         self.view_index[id(tensor)] = tensor, view._index
-        return Value(view._index)
+        return ValueNumber(view._index)
 
     def _on_fakes(self, call: Call) -> Any:
         with (
@@ -276,7 +289,7 @@ class EventRecorder(TorchFunctionMode):
             return call.function(*args, **kwargs)
 
     def _fake(self, reference: Reference) -> torch.Tensor:
-        if isinstance(reference, Value):
+        if isinstance(reference, ValueNumber):
             return self.fakes[reference.index]
         real = (self.inputs if isinstance(reference, Input) else self.externals)[reference.index]
         if real.requires_grad:  # what torch remembers of a tensor, or of its base, may be older than that

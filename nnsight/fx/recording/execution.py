@@ -16,11 +16,11 @@ from ...runtime.interleaver import Interleaver
 from ...runtime.report import Break, Report
 from ...tracing.block import Block
 from ...tracing.saving import saves
+from ..block_events import Cut, External, Input, ValueNumber
 from ..capturing.graph import CapturedGraph, Tap
 from ..counters import counters, stage
 from ..effects import Kind, kind_of
 from ..lowering.variant import Variant
-from ..program import Cut, External, Input, Value
 from ..show.explaining import RanPiece
 from ..show.stages import run_lowered
 from ..splicing.pieces import Piece, as_argument
@@ -71,10 +71,10 @@ class PieceRunner(CallRecorder):
         self._edits = iter(self.graph.edits_in(piece))
         self._next_edit = next(self._edits, None)  # of an input by the model, which the walk has not come to
         self.value_of: dict[torch.fx.Node, int] = {}
-        self.writes: dict[tuple[int, int], Value | Input | External] = {}
-        self.substitutes: dict[torch.fx.Node, Value | Input | External] = {}
+        self.writes: dict[tuple[int, int], ValueNumber | Input | External] = {}
+        self.substitutes: dict[torch.fx.Node, ValueNumber | Input | External] = {}
 
-    def resolve(self, node: torch.fx.Node) -> Value | Input | External | torch.fx.Node:
+    def resolve(self, node: torch.fx.Node) -> ValueNumber | Input | External | torch.fx.Node:
         """Return what stands for a captured node now: a reference, or the node itself if nobody has seen it."""
         while True:
             index = self.piece.input_index.get(node)
@@ -82,7 +82,7 @@ class PieceRunner(CallRecorder):
                 return Input(index)
             known = self.value_of.get(node)
             if known is not None:
-                return Value(known)
+                return ValueNumber(known)
             substitute = self.substitutes.get(node)
             if substitute is not None:
                 return substitute
@@ -97,9 +97,9 @@ class PieceRunner(CallRecorder):
                 return written
             node = self.graph.taps[tapped[0]].leaves[tapped[1]]
 
-    def _object(self, reference: Value | Input | External) -> torch.Tensor:
+    def _object(self, reference: ValueNumber | Input | External) -> torch.Tensor:
         """Return the tensor the block gets for ``reference``."""
-        if isinstance(reference, Value):
+        if isinstance(reference, ValueNumber):
             return self.lazy(reference.index)
         tensor = (self.inputs if isinstance(reference, Input) else self.externals)[reference.index]
         self.used_storages.add(storage_of(tensor))

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from ...tracing.errors import is_internal
+from ..block_events import Call, Reference
 from ..effects import is_failing
-from ..program import Call, Reference
 from .functions import edits_in_place, is_own
 
 _TORCH = torch.__file__.rsplit("/", 1)[0]

@@ -2,7 +2,7 @@
 
 A Python number in a call (``h[:, i]``, ``clamp(h, max=m)``) is a constant of the program when it is first seen: most never change,
 and a constant gives the best code. When the same call comes with another number at the same place, the number
-becomes a :class:`~nnsight.fx.program.Number`, an input of the spliced graph. The sizes of a tensor from outside are treated alike.
+becomes a :class:`~nnsight.fx.block_events.Number`, an input of the spliced graph. The sizes of a tensor from outside are treated alike.
 
 Calls that differ in numbers alone form a :class:`Family`. The state that a number led to knows its *twin*, the state that the constant
 led to, and uses its families: a loop that changes several numbers at once learns all of them in one trace.
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..program import Call, Constant, Declare, Event, Family, Nest, Number, Outcome, State
+from ..block_events import Call, Constant, Declare, Event, Family, Nest, Number, Outcome, State
 
 #: Functions in which a float decides about a shape, which is looked up by integers alone.
 _SHAPED_BY_FLOATS = frozenset("interpolate upsample upsample_bilinear upsample_nearest arange range".split())

@@ -9,7 +9,7 @@ interleaver, exactly as the eager driver offers real ones. A ``TorchFunctionMode
 * A call that needs a concrete value cuts the graph: the part up to here is lowered and run, all lazy tensors become real, and the call
   is made on them. The rest of the graph is the next piece.
 
-Each event is first looked up among the programs known for the graph (:class:`~nnsight.fx.program.State`). A run that follows a
+Each event is first looked up among the programs known for the graph (:class:`~nnsight.fx.block_events.State`). A run that follows a
 known program computes no fakes and makes no nodes.
 """
 
@@ -29,11 +29,11 @@ from ...runtime.errors import (
     uncaptured_message,
 )
 from ...runtime.switching.modes import Modes
+from ..block_events import External, Input, Skip, ValueNumber, Visit, Write
 from ..capturing.graph import Tap
 from ..capturing.structures import unflatten
 from ..capturing.taps import Opaque, flatten
 from ..counters import counters, stage
-from ..program import External, Input, Skip, Value, Visit, Write
 from .autograd_state import wanting_at
 from .deferred_outputs import DeferredOutput, is_of_root
 from .events import storage_of
@@ -161,7 +161,7 @@ class Recording(PieceRunner):
                 fresh.append(number)
                 nodes.append(reference)
                 self.value_of[reference] = len(self.fakes) - 1
-                reference = Value(len(self.fakes) - 1)
+                reference = ValueNumber(len(self.fakes) - 1)
             references.append(reference)
         state = self.step(Visit(tap.index, tuple(fresh)))  # also without new tensors: where a call stands is part of the program
         if state.wanting is None:
@@ -172,7 +172,7 @@ class Recording(PieceRunner):
         self.requires_grad += state.wanting
         return [
             self._object(reference)
-            if isinstance(reference, (Value, Input, External))
+            if isinstance(reference, (ValueNumber, Input, External))
             else self.graph.constant_leaf(tap, reference, self.binding)
             for reference in references
         ]

@@ -46,10 +46,10 @@ from .names import (
     Findings,
     FunctionVariables,
     Held,
+    Items,
     Known,
     Method,
     Outside,
-    Row,
     Undetermined,
     either,
     harmless_functions,
@@ -138,8 +138,8 @@ class Calls(Expressions):
     def _computed_by(self, called: Any, given: list[Any], named: dict[str, Any], node: Any) -> Any:
         """Return the abstract value of what a function that only computes returns."""
         first = given[0] if len(given) == 1 and not named else None
-        if called is len and isinstance(first, (Held, Row)):
-            return Known(len(first.items if isinstance(first, Row) else first.value))
+        if called is len and isinstance(first, (Held, Items)):
+            return Known(len(first.items if isinstance(first, Items) else first.value))
         if called is range and all(isinstance(value, Known) and type(value.value) is int for value in given):
             try:
                 return Known(range(*(value.value for value in given)))
@@ -157,9 +157,9 @@ class Calls(Expressions):
         if isinstance(owner, Held) and type(owner.value) is dict and name in ("items", "values", "keys") and not given:
             keys = tuple(map(Known, owner.value))
             if name == "keys":
-                return Row(keys)
+                return Items(keys)
             values = tuple(self._member(owner, key) for key in owner.value)
-            return Row(values if name == "values" else tuple(map(Row, zip(keys, values, strict=True))))
+            return Items(values if name == "values" else tuple(map(Items, zip(keys, values, strict=True))))
         is_tensor = isinstance(owner, Known) and isinstance(owner.value, torch.Tensor)
         if name == "save" and not given and (owner is VALUE or is_tensor):
             return owner  # in a function; in a block it is a call of something else

@@ -8,7 +8,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .names import VALUE, Held, Known, Method, Names, Outside, Row, either, is_known_constant, truth_of
+from .names import VALUE, Held, Items, Known, Method, Names, Outside, either, is_known_constant, truth_of
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -41,7 +41,7 @@ class Expressions(Names):
         return found
 
     def _Tuple(self, node: ast.Tuple) -> Any:  # noqa: N802
-        return Row(tuple(self.several(node.elts)))
+        return Items(tuple(self.several(node.elts)))
 
     def _elements(self, node: Any) -> Any:
         self.check_storable(self.several(node.elts), node)
@@ -74,7 +74,7 @@ class Expressions(Names):
         """Return the abstract value of what an operator makes of two values; that of two known numbers is known."""
         for each in (one, other):
             self.check_operand(each, node)
-            if isinstance(each, Row):  # becomes part of a tuple whose items are not known
+            if isinstance(each, Items):  # becomes part of a tuple whose items are not known
                 self.check_storable(each.items, node)
         compute = _ARITHMETIC.get(type(operation))
         numbers = [each.value for each in (one, other) if isinstance(each, Known) and type(each.value) in (bool, int, float)]
@@ -162,10 +162,10 @@ class Expressions(Names):
             else:
                 self._generate(node, others)
 
-    def iterated(self, node: ast.expr) -> Row | None:
+    def iterated(self, node: ast.expr) -> Items | None:
         """Return what a loop over an expression goes through, see :meth:`items`; ``enumerate`` and ``zip`` are looked into."""
         if isinstance(node, ast.List):
-            return Row(tuple(self.several(node.elts)))
+            return Items(tuple(self.several(node.elts)))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
             function = self.value(node.func)
             only_strict = all(word.arg == "strict" and isinstance(word.value, ast.Constant) for word in node.keywords)
@@ -175,7 +175,7 @@ class Expressions(Names):
                     columns.insert(0, tuple(map(Known, range(len(columns[0])))))
                 if len(columns) == len(node.args) + (function.value is enumerate):
                     self.findings.add(function.path, "object")
-                    return Row(tuple(map(Row, zip(*columns, strict=False))))
+                    return Items(tuple(map(Items, zip(*columns, strict=False))))
         return self.items(self.value(node), node)
 
     # -- what statements and calls add -------------------------------------------------------------------------------
@@ -188,22 +188,22 @@ class Expressions(Names):
 def _compared(container: Any) -> Any:
     """Return the keys or items of a container from outside by themselves, if they are compared in a replay."""
     if isinstance(container, Held) and (container.is_plain or type(container.value) is dict):
-        return Row(tuple(map(Known, container.value)))
+        return Items(tuple(map(Known, container.value)))
     return container
 
 
 def _is_constant(value: Any) -> bool:
-    return all(map(_is_constant, value.items)) if isinstance(value, Row) else is_known_constant(value)
+    return all(map(_is_constant, value.items)) if isinstance(value, Items) else is_known_constant(value)
 
 
 def _constant(value: Any) -> Any:
-    return tuple(map(_constant, value.items)) if isinstance(value, Row) else value.value
+    return tuple(map(_constant, value.items)) if isinstance(value, Items) else value.value
 
 
 def _are_same(values: list[Any]) -> bool | None:
     """Return whether two values are one object, if that is the same in each replay: one is ``None``, the other known."""
     if not any(isinstance(value, Known) and value.value is None for value in values):
         return None
-    if not all(isinstance(value, (Known, Held, Outside, Method, Row)) for value in values):
+    if not all(isinstance(value, (Known, Held, Outside, Method, Items)) for value in values):
         return None
     return all(isinstance(value, Known) and value.value is None for value in values)

@@ -100,7 +100,7 @@ class Method(NamedTuple):
     owner: Outside
 
 
-class Row(NamedTuple):
+class Items(NamedTuple):
     """A tuple, or what a loop iterates over, by the abstract values of its items."""
 
     items: tuple[Any, ...]
@@ -116,8 +116,8 @@ def are_alike(one: Any, other: Any) -> bool:
         return one.value is other.value
     if isinstance(one, (Held, Outside)):
         return one.path == other.path and one.value is other.value
-    if isinstance(one, (Method, Row)):
-        parts: Any = (one.items, other.items) if isinstance(one, Row) else (one, other)
+    if isinstance(one, (Method, Items)):
+        parts: Any = (one.items, other.items) if isinstance(one, Items) else (one, other)
         return len(parts[0]) == len(parts[1]) and all(map(are_alike, *parts))
     return False
 
@@ -136,7 +136,7 @@ def is_known_constant(value: Any) -> bool:
 
 def is_storable(value: Any) -> bool:
     """Whether a value may go into a container, or to a function that computes: there it is a ``VALUE``."""
-    if isinstance(value, Row):
+    if isinstance(value, Items):
         return all(map(is_storable, value.items))
     return value is VALUE or (isinstance(value, Known) and not isinstance(value.value, (Located, Source)))
 
@@ -145,7 +145,7 @@ def is_operand(value: Any) -> bool:
     """Whether an operator or a test may be applied to a value without running code of a user's."""
     if isinstance(value, Known):
         return isinstance(value.value, torch.Tensor) or is_constant(value.value)
-    if isinstance(value, Row):
+    if isinstance(value, Items):
         return all(map(is_operand, value.items))
     return value is VALUE or (isinstance(value, Held) and value.is_plain)
 
@@ -389,13 +389,13 @@ class Names:
         """Return the abstract value of an item of something with known items, else ``None``."""
         if isinstance(owner, Known) and isinstance(owner.value, Located):
             found = owner.value[key]  # type: ignore[index]
-            return Row(tuple(map(Known, found))) if isinstance(found, list) else Known(found)
-        if isinstance(owner, Row):
-            return Row(owner.items[key]) if type(key) is slice else owner.items[key]
+            return Items(tuple(map(Known, found))) if isinstance(found, list) else Known(found)
+        if isinstance(owner, Items):
+            return Items(owner.items[key]) if type(key) is slice else owner.items[key]
         if isinstance(owner, Held):
             if type(owner.value) is not dict:
                 key = range(len(owner.value))[key]  # counts from the front, or is several
-            return Row(tuple(self._member(owner, place) for place in key)) if type(key) is range else self._member(owner, key)
+            return Items(tuple(self._member(owner, place) for place in key)) if type(key) is range else self._member(owner, key)
         if isinstance(owner, Outside) and holds_modules(owner.value, indexed=True):
             return self._module(owner, key)
         return None
@@ -410,20 +410,20 @@ class Names:
         self.findings.add(owner.path, "children")
         return self.guarded(owner.path.to("attribute", name), modules[name])
 
-    def items(self, value: Any, node: ast.AST) -> Row | None:
+    def items(self, value: Any, node: ast.AST) -> Items | None:
         """Return what a loop over a value goes through, one by one; ``None`` if that is any number of ``VALUE``."""
-        if isinstance(value, Row):
+        if isinstance(value, Items):
             return value
         if isinstance(value, Known):
             if isinstance(value.value, Envoy) and type(value.value).__iter__ is Envoy.__iter__:
-                return Row(tuple(map(Known, value.value._children.values())))
+                return Items(tuple(map(Known, value.value._children.values())))
             if isinstance(value.value, (tuple, range)) and len(value.value) <= LONGEST:
-                return Row(tuple(map(Known, value.value)))
+                return Items(tuple(map(Known, value.value)))
         if isinstance(value, Held):
             if type(value.value) is dict:
-                return Row(tuple(map(Known, value.value)))
-            return Row(tuple(self._member(value, key) for key in range(len(value.value))))
+                return Items(tuple(map(Known, value.value)))
+            return Items(tuple(self._member(value, key) for key in range(len(value.value))))
         if isinstance(value, Outside) and holds_modules(value.value):
-            return Row(tuple(self._module(value, key) for key in range(len(value.value._modules))))
+            return Items(tuple(self._module(value, key) for key in range(len(value.value._modules))))
         self.check_operand(value, node)
         return None

@@ -19,8 +19,8 @@ from torch.utils import _pytree as pytree
 from ...runtime import gradients
 from ...runtime.report import Report
 from ...tracing.saving import saves
+from ..block_events import Call, State
 from ..lowering.variant import Variant
-from ..program import Call, State
 from ..recording.functions import DRAWN_LIKE, edits_in_place
 from ..recording.journal import Journal
 from ..show.explaining import RanPiece

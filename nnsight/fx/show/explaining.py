@@ -13,11 +13,11 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...runtime.report import Break, Report, collected_reports
+from ..block_events import State
 from ..capturing.graph import CapturedGraph
 from ..counters import counters
 from ..lowering.backends import backend_name
 from ..lowering.lowering import Lowered
-from ..program import State
 
 if TYPE_CHECKING:
     from ..lowering.variant import Variant

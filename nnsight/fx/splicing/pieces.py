@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 
-from ..capturing.graph import CapturedGraph
-from ..effects import Kind, kind_of, name_of
-from ..program import (
+from ..block_events import (
     Call,
     Constant,
     Declare,
@@ -23,9 +21,11 @@ from ..program import (
     Number,
     Reference,
     Skip,
-    Value,
+    ValueNumber,
     Write,
 )
+from ..capturing.graph import CapturedGraph
+from ..effects import Kind, kind_of, name_of
 from ..torch_compat import is_held_by_argument
 from .passes import PassRun
 
@@ -72,7 +72,7 @@ class Piece:
 
 
 #: A result of a piece: a value of the program, or a node of the captured graph.
-Result = Value | torch.fx.Node
+Result = ValueNumber | torch.fx.Node
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +184,7 @@ def _leaves(event: Any) -> Iterator[Any]:
 
 def references(event: Any) -> list[Reference]:
     """Return the tensors that an event uses."""
-    return [item for item in _leaves(event) if isinstance(item, (Value, Input, External))]
+    return [item for item in _leaves(event) if isinstance(item, (ValueNumber, Input, External))]
 
 
 def numbers(event: Any) -> list[Number]:

@@ -17,23 +17,23 @@ from typing import Any
 
 import torch
 
-from ..capturing.graph import CapturedGraph, Switched
-from ..effects import edited
-from ..program import (
+from ..block_events import (
+    BlockEvents,
     Call,
     Declare,
     External,
     Input,
     Number,
-    Program,
     Reference,
     Skip,
     Step,
-    Value,
+    ValueNumber,
     Visit,
     Write,
     given,
 )
+from ..capturing.graph import CapturedGraph, Switched
+from ..effects import edited
 from .passes import run_passes
 from .pieces import (
     Piece,
@@ -51,7 +51,7 @@ from .pieces import (
 _MADE_LIKE = {"zeros_like": torch.zeros, "ones_like": torch.ones, "empty_like": torch.zeros}
 
 
-def splice(graph: CapturedGraph, piece: Piece, program: Program, stop: int, results: Sequence[Result]) -> SplicedGraph:
+def splice(graph: CapturedGraph, piece: Piece, program: BlockEvents, stop: int, results: Sequence[Result]) -> SplicedGraph:
     """Write ``program`` into the nodes ``piece.start`` to ``stop`` of ``graph``, which is not changed; return ``results``."""
     return _Splicer(graph, piece, program, stop).run(results)
 
@@ -59,7 +59,7 @@ def splice(graph: CapturedGraph, piece: Piece, program: Program, stop: int, resu
 class _Splicer:
     """Builds one spliced graph; see :func:`splice`."""
 
-    def __init__(self, graph: CapturedGraph, piece: Piece, program: Program, stop: int) -> None:
+    def __init__(self, graph: CapturedGraph, piece: Piece, program: BlockEvents, stop: int) -> None:
         self.graph = graph
         self.piece = piece
         self.stop = stop
@@ -98,7 +98,7 @@ class _Splicer:
             self._at_tap(stopped_at)
             self._switched(last).leave(self.new, self.env, self.grad)
         returned = [
-            self.values[result.index] if isinstance(result, Value) else self._captured(self._stored(result)) for result in results
+            self.values[result.index] if isinstance(result, ValueNumber) else self._captured(self._stored(result)) for result in results
         ]
         self.new.output(tuple(returned))
         self.new.lint()
@@ -224,7 +224,7 @@ class _Splicer:
     def _referred(self, reference: Reference | Number) -> Any:
         if isinstance(reference, Number):
             return self.numbers[reference]
-        if isinstance(reference, Value):
+        if isinstance(reference, ValueNumber):
             return self.values[reference.index]
         if isinstance(reference, External):
             return self.external_nodes[reference.index]
@@ -264,7 +264,7 @@ class _Splicer:
 
     def _fake(self, reference: Reference) -> Any:
         """Return a tensor with the dtype and the number of dimensions of ``reference``."""
-        if isinstance(reference, Value):
+        if isinstance(reference, ValueNumber):
             return self.fakes[reference.index]
         if isinstance(reference, External):
             declared = self.declared[reference.index]

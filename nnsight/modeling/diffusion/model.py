@@ -23,7 +23,7 @@ from ..mixins import MetaMixin, naming
 from ..tracing import ModelTracer
 from .building import build, loader_of
 from .module import ROWS, Diffuser
-from .run import NOT_RECORDED, PipelineRun
+from .run import NOT_RECORDED, DiffusionRun
 
 if TYPE_CHECKING:
     from ...fx.driver import CompiledDriver
@@ -127,7 +127,7 @@ class DiffusionModel(MetaMixin):
         leave_to_python("model.generate(...)")
         if kwargs.pop("remote", False) or kwargs.pop("program", False):
             raise ValueError(NOT_RECORDED)
-        generation = PipelineRun(self)
+        generation = DiffusionRun(self)
         if calls_for_with(sys._getframe(1)):
             return self._tracer(generation, inputs, kwargs, compile, backend, scan=scan, validate=validate)
         if scan or validate:
@@ -139,7 +139,7 @@ class DiffusionModel(MetaMixin):
         """Run the pipeline on a prompt, or the denoiser on tensors, with the edits of this model, and compiled if it is."""
         if is_compiling() or active_interleaver() is not None:
             return super().__call__(*args, **kwargs)
-        return self._run_plainly(PipelineRun(self, "trace" if ROWS in kwargs else "call"), args, kwargs, None)
+        return self._run_plainly(DiffusionRun(self, "trace" if ROWS in kwargs else "call"), args, kwargs, None)
 
     def _run_plainly(self, generation: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], compile: bool | str | None) -> Any:
         driver = self._driver(compile, generation)
@@ -167,7 +167,7 @@ class DiffusionModel(MetaMixin):
         return driver
 
     def _driver(self, compile: bool | str | None, function: Any = None) -> Driver:
-        return super()._driver(compile, function or PipelineRun(self, "trace"))
+        return super()._driver(compile, function or DiffusionRun(self, "trace"))
 
     def _tracer(self, function: Any, args: Any, kwargs: Any, *others: Any, **options: Any) -> ModelTracer:
         if not args and not kwargs and "prompt" not in self._module._arguments:
@@ -179,13 +179,13 @@ class DiffusionModel(MetaMixin):
     # -- input ---------------------------------------------------------------------------------------------------
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
-        return PipelineRun(self, "trace")._prepare_input(*inputs, **kwargs)
+        return DiffusionRun(self, "trace")._prepare_input(*inputs, **kwargs)
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
-        return PipelineRun(self, "trace")._batch(batched, *args, **kwargs)
+        return DiffusionRun(self, "trace")._batch(batched, *args, **kwargs)
 
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return PipelineRun(self, "trace")._call_on(module, args, kwargs)
+        return DiffusionRun(self, "trace")._call_on(module, args, kwargs)
 
     def _scan_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return PipelineRun(self, "trace")._scan_on(module, args, kwargs)
+        return DiffusionRun(self, "trace")._scan_on(module, args, kwargs)

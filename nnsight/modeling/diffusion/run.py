@@ -44,7 +44,7 @@ NOT_RECORDED = (
 _PER_PROMPT = re.compile(r"^num_\w+_per_prompt$")
 
 
-class PipelineRun:
+class DiffusionRun:
     """Runs the pipeline of a model, and prepares its input.
 
     Args:

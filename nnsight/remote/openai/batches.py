@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ...modeling.language import LanguageModel
-from .answers import Answer
+from .completions import Completion
 from .joined import JoinedCache
 from .steered import ServedModel
 
@@ -49,11 +49,11 @@ class Generator:
         self._sees_all = getattr(self._module, "_can_compile_fullgraph", False)  # whether it works with caches of a fixed size
         self._check(model._compile_by_default)
         self._joined: JoinedCache | None = None
-        self._waiting: queue.Queue[Answer] = queue.Queue()
+        self._waiting: queue.Queue[Completion] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="nnsight-openai", daemon=True)
         self._thread.start()
 
-    def submit(self, answer: Answer) -> None:
+    def submit(self, answer: Completion) -> None:
         """Let an answer be generated."""
         self._waiting.put(answer)
 
@@ -151,7 +151,7 @@ class Generator:
         joined.advance()
         self._choose(joined.answers, output.logits)
 
-    def _choose(self, answers: Sequence[Answer | None], logits: torch.Tensor) -> None:
+    def _choose(self, answers: Sequence[Completion | None], logits: torch.Tensor) -> None:
         """Add a token to each answer, from ``logits``, ``[rows, tokens, vocabulary]``."""
         scores = logits[:, -1].to(torch.float32, copy=True)
         for row, answer in enumerate(answers):
@@ -165,7 +165,7 @@ class Generator:
 
 
 @contextlib.contextmanager
-def _failing_alone(answer: Answer) -> Iterator[None]:
+def _failing_alone(answer: Completion) -> Iterator[None]:
     """Let an error be that of one answer."""
     try:
         yield

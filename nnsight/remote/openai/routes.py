@@ -22,15 +22,15 @@ from ...steering.layers import count_of, layers_path
 from ...steering.registry import Vectors
 from ..protocol import KEY_HEADER
 from ..server.keys import Account, Door
-from .answers import Answer
 from .batches import Generator
+from .completions import Completion
 from .requests import BadRequestError, Wanted, parse
 
 #: Most bytes of a body, and seconds in which it has to come.
 _MOST_BYTES, _UPLOAD = 4 * 2**20, 60.0
 
 
-class Served:
+class OpenAIModel:
     """A model behind these routes: ``vectors`` are those that requests can name, and ``together`` is how many answers share a batch."""
 
     def __init__(self, model: Any, vectors: Vectors, together: int = 8, at: str = "") -> None:
@@ -61,7 +61,7 @@ class Served:
 class _Run:
     """The answers to one request."""
 
-    def __init__(self, served: Served, wanted: Wanted) -> None:
+    def __init__(self, served: OpenAIModel, wanted: Wanted) -> None:
         self.wanted, self._changed, loop = wanted, asyncio.Event(), asyncio.get_running_loop()
         additions = served.additions(wanted)
         first = secrets.randbits(62) if wanted.sampling.seed is None else wanted.sampling.seed % 2**62
@@ -72,7 +72,7 @@ class _Run:
         start = wanted.choice.start if wanted.choice else 0
         places = [(prompt, number) for prompt in wanted.prompts for number in range(wanted.count)]
         self.answers = [
-            Answer(prompt, wanted.sampling, additions, served.model.tokenizer, tell, first + number, start) for prompt, number in places
+            Completion(prompt, wanted.sampling, additions, served.model.tokenizer, tell, first + number, start) for prompt, number in places
         ]
         for answer in self.answers:
             served.generator.submit(answer)
@@ -103,7 +103,7 @@ class _Run:
         return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
-def openai_routes(models: Mapping[str, Served], door: Door) -> list[Route]:
+def openai_routes(models: Mapping[str, OpenAIModel], door: Door) -> list[Route]:
     """Return the routes; ``models`` are the models by the names that requests give them."""
     running: list[tuple[str, _Run]] = []  # requests with the names of their accounts; those that are over are dropped at the next one
 
@@ -147,7 +147,7 @@ def openai_routes(models: Mapping[str, Served], door: Door) -> list[Route]:
     ]
 
 
-def _listings(models: Mapping[str, Served], door: Door) -> list[Route]:
+def _listings(models: Mapping[str, OpenAIModel], door: Door) -> list[Route]:
     """Return the routes that list models and vectors."""
     started = [{"id": name, "object": "model", "created": served.created, "owned_by": "nnsight"} for name, served in models.items()]
 
@@ -208,12 +208,12 @@ def _head(chat: bool, wanted: Wanted) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": wanted.model}
 
 
-def _choice(chat: bool, index: int, answer: Answer) -> dict[str, Any]:
+def _choice(chat: bool, index: int, answer: Completion) -> dict[str, Any]:
     content: dict[str, Any] = {"message": {"role": "assistant", "content": answer.text}} if chat else {"text": answer.text}
     return {"index": index, **content, "logprobs": _logprobs(chat, answer, 0), "finish_reason": answer.reason}
 
 
-def _logprobs(chat: bool, answer: Answer, first: int) -> Any:
+def _logprobs(chat: bool, answer: Completion, first: int) -> Any:
     """Return the logarithms of probabilities of the tokens from ``first`` on, in the form of chats or of completions."""
     if answer.sampling.logprobs is None:
         return None

@@ -18,7 +18,7 @@ import torch
 from ...modeling.language import LanguageModel
 from ...runtime.editing import Edit
 from ...steering.layers import hidden_of, read, with_hidden, write
-from .answers import Answer
+from .completions import Completion
 
 
 class Steered:
@@ -29,7 +29,7 @@ class Steered:
         hidden = config.get_text_config().hidden_size
         like = next(iter(model._module.parameters()))
         self.layers = layers
-        self._set_for: list[Answer | None] = []
+        self._set_for: list[Completion | None] = []
         self.add = add = torch.zeros(rows, len(layers), hidden, dtype=like.dtype, device=like.device)
         self.remove = remove = torch.zeros(rows, len(layers), rank, hidden, dtype=like.dtype, device=like.device)
         self.first = first = torch.zeros(rows, 1, 1, dtype=torch.int64, device=like.device)  # of the positions of a call that are steered
@@ -50,7 +50,7 @@ class Steered:
             edited.compile()
         self.model = edited
 
-    def set(self, answers: Sequence[Answer | None], positions: Sequence[int]) -> None:
+    def set(self, answers: Sequence[Completion | None], positions: Sequence[int]) -> None:
         """Steer each row as its answer is, in a call whose first token is at the row's position."""
         starts = [max(answer.start - position, 0) if answer else 0 for answer, position in zip(answers, positions, strict=True)]
         self.first.copy_(torch.tensor(starts)[:, None, None])
@@ -93,7 +93,7 @@ class ServedModel:
         self._layers: set[int] = set()  # those that were steered so far
         self._rank = 0  # and how many directions were removed at most
 
-    def of(self, answers: Sequence[Answer | None], positions: Sequence[int], is_prompt: bool) -> Any:
+    def of(self, answers: Sequence[Completion | None], positions: Sequence[int], is_prompt: bool) -> Any:
         """Return the model for a call with these rows, whose first tokens are at ``positions``; free rows are ``None``."""
         model = self._first if is_prompt else self._later
         asked = {layer for answer in answers if answer for layer in answer.additions}

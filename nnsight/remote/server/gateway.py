@@ -28,7 +28,7 @@ from .envelopes import RefusedError
 from .jobs import ServerJob
 from .keeping import Keeper
 from .keys import Account
-from .queues import JobGroup, Served
+from .queues import JobGroup, ModelQueue
 from .settings import Settings
 from .spool import SHORT, Spool, StorageFullError
 from .telemetry import Metrics
@@ -45,7 +45,7 @@ class Gateway:
 
     def __init__(self, engines: Mapping[ModelKey, Engine], spool: Spool, settings: Settings | None = None) -> None:
         #: The models, by the text of their keys.
-        self.served = {str(key): Served(key, engine, str(key)) for key, engine in engines.items()}
+        self.served = {str(key): ModelQueue(key, engine, str(key)) for key, engine in engines.items()}
         self.spool = spool
         self.settings = settings or Settings()
         self.metrics = Metrics()
@@ -117,7 +117,7 @@ class Gateway:
 
     # -- accepting jobs ----------------------------------------------------------------------------------------------
 
-    def model(self, text: str) -> Served:
+    def model(self, text: str) -> ModelQueue:
         """Return the model of a key; raise a :class:`RefusedError` if it is malformed, or not served here."""
         try:
             wanted = ModelKey.parse(text)
@@ -192,7 +192,7 @@ class Gateway:
         self._keeper.settle(job, functools.partial(self._drop, served, job))
         return job
 
-    def _drop(self, served: Served, job: ServerJob) -> bool:
+    def _drop(self, served: ModelQueue, job: ServerJob) -> bool:
         """Forget a job if it waits; return whether it did."""
         waited = served.queue.remove(job)
         if waited:
@@ -236,7 +236,7 @@ class Gateway:
 
     # -- running jobs ------------------------------------------------------------------------------------------------
 
-    async def _work(self, served: Served) -> None:
+    async def _work(self, served: ModelQueue) -> None:
         """Run the jobs of a model for ever, as many groups at a time as its engine takes."""
         while True:
             await served.wake.wait()
@@ -250,7 +250,7 @@ class Gateway:
             group = JobGroup(jobs)
             served.groups[group] = asyncio.create_task(self._run_group(served, group))
 
-    async def _run_group(self, served: Served, group: JobGroup) -> None:
+    async def _run_group(self, served: ModelQueue, group: JobGroup) -> None:
         """Run jobs; an unexpected error ends them, and nothing else."""
         jobs = list(group.jobs)
         try:
@@ -263,7 +263,7 @@ class Gateway:
             del served.groups[group]
             served.wake.set()
 
-    async def _run(self, served: Served, group: JobGroup) -> None:
+    async def _run(self, served: ModelQueue, group: JobGroup) -> None:
         """Run jobs of one kind. The jobs of a group that fails as a whole run one by one."""
         started, jobs = time.time(), group.jobs
         for job in jobs:

@@ -70,7 +70,7 @@ class JobGroup:
 
 
 @dataclass(eq=False)
-class Served:
+class ModelQueue:
     """A served model, with its waiting jobs and running groups; ``wake`` is set when a job or the engine may be ready."""
 
     key: ModelKey

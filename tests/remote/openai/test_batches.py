@@ -15,8 +15,8 @@ import transformers
 
 from nnsight import LanguageModel, fx
 from nnsight.remote.openai import joined
-from nnsight.remote.openai.answers import Answer
 from nnsight.remote.openai.batches import Generator
+from nnsight.remote.openai.completions import Completion
 from nnsight.remote.openai.requests import Sampling
 from nnsight.steering.choices import Addition, orthonormal
 from nnsight.steering.layers import layers_path
@@ -43,14 +43,14 @@ class Case:
     temperature: float = 0.0
     tell: Callable[[], None] = lambda: None
 
-    def answer(self) -> Answer:
+    def answer(self) -> Completion:
         sampling = Sampling(self.tokens, self.temperature, 1.0, 0, None, ())
-        return Answer(tuple(self.prompt), sampling, self.additions, Ids(), self.tell, 5, self.start)
+        return Completion(tuple(self.prompt), sampling, self.additions, Ids(), self.tell, 5, self.start)
 
 
 def served(
     module: Any, cases: Sequence[Case], most: int = 4, longest: int = 128, calls: list[int] | None = None, **options: Any
-) -> list[Answer]:
+) -> list[Completion]:
     """Return the answers to ``cases``; ``calls`` gets the number of rows of each call of the model."""
     model = LanguageModel(module, **options)
     generator = Generator(model, layers_path(model), most, longest)
@@ -284,7 +284,7 @@ def test_what_the_generation_configuration_asks_for_is_done_for_each_answer(aske
 def test_a_row_that_was_left_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     module = made("llama")
     cases = [Case([number + 1, 3], 30, number) for number in range(9)]
-    answers: list[Answer] = []
+    answers: list[Completion] = []
     lost = {0: Addition(torch.full((32,), torch.inf), None)}
     for number in range(6):  # these are cancelled at their third token, and leave keys that are no numbers
         cases[number].additions = lost

@@ -15,7 +15,7 @@ import requests
 import torch
 
 from nnsight import demo_model
-from nnsight.remote.openai.routes import Served, openai_routes
+from nnsight.remote.openai.routes import OpenAIModel, openai_routes
 from nnsight.remote.server.keys import Account, OpenDoor
 from nnsight.remote.server.serve import in_background
 from nnsight.steering.registry import Vectors
@@ -48,7 +48,7 @@ def vectors() -> Vectors:
 @pytest.fixture(scope="module")
 def address(model: Any, vectors: Vectors, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     door = OpenDoor(Account("anonymous", queue=40))
-    routes = openai_routes({"demo": Served(model, vectors, together=4)}, door)
+    routes = openai_routes({"demo": OpenAIModel(model, vectors, together=4)}, door)
     with in_background({}, tmp_path_factory.mktemp("spool"), door, more=routes) as found:
         yield found
 
@@ -119,7 +119,7 @@ def test_requests_that_are_steered_differently_share_batches(model: Any, vectors
     due = [alone(model, prompt, steer) for prompt, _, steer in cases]
     found: list[Any] = [None] * len(cases)
     door = OpenDoor(Account("anonymous", queue=40))
-    with in_background({}, tmp_path, door, more=openai_routes({"demo": Served(served, vectors, together=8)}, door)) as address:
+    with in_background({}, tmp_path, door, more=openai_routes({"demo": OpenAIModel(served, vectors, together=8)}, door)) as address:
 
         def ask(number: int) -> None:
             prompt, extra, _ = cases[number]
@@ -173,7 +173,7 @@ def test_an_end_token_ends_one_answer_of_a_batch(model: Any, vectors: Vectors, t
     first = served.tokenizer.encode(alone(model, PROMPTS[0], tokens=2))
     served._module.generation_config.eos_token_id = first[1]
     door = OpenDoor()
-    with in_background({}, tmp_path, door, more=openai_routes({"demo": Served(served, vectors)}, door)) as address:
+    with in_background({}, tmp_path, door, more=openai_routes({"demo": OpenAIModel(served, vectors)}, door)) as address:
         answer = post(address, prompt=PROMPTS[:2], max_tokens=6).json()
     assert answer["choices"][0]["text"] == model.tokenizer.decode(first[:1])
     assert answer["choices"][0]["finish_reason"] == "stop"
@@ -294,7 +294,7 @@ def test_other_refusals(address: str, model: Any, vectors: Vectors, tmp_path: Pa
             return Account("me") if key == "secret" else None
 
     plain = demo_model(dispatch=True)
-    with in_background({}, tmp_path, Locked(), more=openai_routes({"demo": Served(plain, vectors)}, Locked())) as locked:
+    with in_background({}, tmp_path, Locked(), more=openai_routes({"demo": OpenAIModel(plain, vectors)}, Locked())) as locked:
         assert post(locked, prompt="x").status_code == 401
         assert requests.get(f"{locked}/v1/models", timeout=60).status_code == 401
         for header in ({"Authorization": "Bearer secret"}, {"ndif-api-key": "secret"}):
@@ -307,7 +307,7 @@ def test_other_refusals(address: str, model: Any, vectors: Vectors, tmp_path: Pa
 
 
 def test_a_batch_that_fails_fails_its_requests_alone(model: Any, vectors: Vectors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Served(demo_model(dispatch=True), vectors)
+    served = OpenAIModel(demo_model(dispatch=True), vectors)
     door = OpenDoor()
     with in_background({}, tmp_path, door, more=openai_routes({"demo": served}, door)) as address:
 
@@ -327,7 +327,7 @@ def test_directions_that_depend_on_each_other_cannot_both_be_removed(model: Any,
     vectors, door = Vectors(), OpenDoor()
     for name, factor in (("one", 1.0), ("twice", 2.0)):
         vectors.add(name, {2: factor * torch.ones(128)})
-    with in_background({}, tmp_path, door, more=openai_routes({"demo": Served(demo_model(dispatch=True), vectors)}, door)) as address:
+    with in_background({}, tmp_path, door, more=openai_routes({"demo": OpenAIModel(demo_model(dispatch=True), vectors)}, door)) as address:
         answer = post(address, prompt="x", vllm_xargs={"nnsight_remove": "one,twice"})
     assert answer.status_code == 400
     assert "depend on each other" in answer.json()["error"]["message"]
@@ -335,7 +335,7 @@ def test_directions_that_depend_on_each_other_cannot_both_be_removed(model: Any,
 
 def test_a_stream_that_nobody_reads_holds_no_place(model: Any, vectors: Vectors, tmp_path: Path) -> None:
     door = OpenDoor(Account("anonymous", queue=1))
-    with in_background({}, tmp_path, door, more=openai_routes({"demo": Served(demo_model(dispatch=True), vectors)}, door)) as address:
+    with in_background({}, tmp_path, door, more=openai_routes({"demo": OpenAIModel(demo_model(dispatch=True), vectors)}, door)) as address:
         for _ in range(3):
             body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 4, "stream": True}
             requests.post(f"{address}/v1/completions", json=body, stream=True, timeout=60).close()

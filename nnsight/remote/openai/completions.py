@@ -20,7 +20,7 @@ class Logprob(NamedTuple):
     offset: int
 
 
-class Answer:
+class Completion:
     """An answer to one prompt. The thread that generates adds tokens to it, and calls ``tell`` when its text grows or it ends.
 
     Attributes:

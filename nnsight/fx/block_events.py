@@ -1,8 +1,9 @@
-"""Programs: what a block does to one captured graph, as data.
+"""The events of a block: what it does to one captured graph, as data.
 
-A program is a sequence of events. ``Visit`` stops at a tap and numbers the tensors there as values; ``Call`` applies a torch function to
-values, inputs of the graph, externals and constants, and numbers its results; ``Write`` replaces a tensor of the present tap. Values are
-numbered in order, so two runs of a block that do the same thing yield equal programs, whatever the tensors behind them.
+They are its program for that graph, and not a :class:`nnsight.program.Program`, which knows locations but no graph. ``Visit`` stops at
+a tap and numbers the tensors there as values; ``Call`` applies a torch function to values, inputs of the graph, externals and constants,
+and numbers its results; ``Write`` replaces a tensor of the present tap. Values are numbered in order, so two runs of a block that do the
+same thing yield equal programs, whatever the tensors behind them.
 
 The programs known for a captured graph form a tree of :class:`State`, with one step per event. A run walks down this tree while its block
 executes. Only an event without an edge is recorded, and the state at the end holds the compiled variant. The Python of the block always
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Value(NamedTuple):
+class ValueNumber(NamedTuple):
     """A tensor of this program, by number."""
 
     index: int
@@ -113,7 +114,7 @@ class Call(NamedTuple):
 
 def given(argument: Any, item_of: Callable[[Any], Any]) -> Any:
     """Return what an argument stands for; no function in a function, which would be a cycle that holds ``item_of``."""
-    if isinstance(argument, (Value, Input, External, Number)):
+    if isinstance(argument, (ValueNumber, Input, External, Number)):
         return item_of(argument)
     if isinstance(argument, Constant):
         return argument.value
@@ -134,7 +135,7 @@ class Write(NamedTuple):
 
     tap: int
     leaf: int
-    source: Value | Input | External
+    source: ValueNumber | Input | External
 
 
 class Skip(NamedTuple):
@@ -142,7 +143,7 @@ class Skip(NamedTuple):
 
     tap: int
     until: int
-    sources: tuple[tuple[int, Value | Input | External], ...]
+    sources: tuple[tuple[int, ValueNumber | Input | External], ...]
     tag: str = "skip"
 
 
@@ -155,7 +156,7 @@ class Cut(NamedTuple):
 
 
 Event = Visit | Declare | Call | Results | Write | Skip | Cut
-Reference = Value | Input | External
+Reference = ValueNumber | Input | External
 
 
 @dataclass(frozen=True)
@@ -237,7 +238,7 @@ class State:
             state = state.parent
         return False
 
-    def program(self) -> Program:
+    def program(self) -> BlockEvents:
         """Return the program that ends at this state and began at the start or the latest cut."""
         steps: list[Step] = []
         state: State | None = self
@@ -247,7 +248,7 @@ class State:
             steps.append(Step(state.position, state.event, next(fitting, None), state.stack_trace))
             results = state.event if isinstance(state.event, Results) else None
             state = state.parent
-        return Program(tuple(reversed(steps)))
+        return BlockEvents(tuple(reversed(steps)))
 
 
 class Step(NamedTuple):
@@ -264,8 +265,8 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Program:
-    """A block's effect on one captured graph: its steps in order. Programs with equal events are equal, whatever the user's lines."""
+class BlockEvents:
+    """A block's effect on one captured graph: its steps in order. Those with equal events are equal, whatever the user's lines."""
 
     steps: tuple[Step, ...]
 
@@ -273,7 +274,7 @@ class Program:
         return tuple((type(step.event).__name__, step.position, step.event) for step in self.steps)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Program) and self._events() == other._events()
+        return isinstance(other, BlockEvents) and self._events() == other._events()
 
     def __hash__(self) -> int:
         return hash(self._events())
@@ -304,7 +305,7 @@ def _shown(event: Event) -> str:
 
 def _shown_argument(argument: Any) -> str:
     match argument:
-        case Value():
+        case ValueNumber():
             return f"%{argument.index}"
         case Input() | External() | Number():
             return f"{argument.tag} {argument.index}"

@@ -173,10 +173,20 @@ class CompiledDriver:
     def call_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled model with its modules intercepted."""
         tree, function = self.tree, self._compiled()
-        with tree.instrumentation, self._watched():
+        with tree.instrumentation:
             return self._call(function, args, kwargs)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the compiled function, past the wrapper of ``torch.compile`` if one captured graph is all that runs."""
+        captures, call_compiled = self._captures, self._call_compiled
+        if call_compiled is not None and captures.suffice and function is self._function and is_outermost() and not _given_up.get():
+            captures.note_start()
+            with contextlib.suppress(NotCompiled):
+                return call_compiled(self.tree.root, args, kwargs)
+        with self._watched():
+            return self._call_watched(function, args, kwargs)
+
+    def _call_watched(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled function; if the model fails while dynamo traces it, before anything has run, call the model as Python.
 
         Dynamo traces all of the model, also a module that a block skips, which may fail because an earlier step has skipped it and stored
@@ -268,7 +278,7 @@ class CompiledDriver:
             run = active_interleaver()
             if run is None:
                 return routed[1](args, kwargs)
-            with self._surrounded(run), self._watched():
+            with self._surrounded(run):
                 output = self._call(compiled, args, kwargs)
             return returned(run, output) if isinstance(run, Interleaver) else output
 

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
-from torch._C import _is_any_autocast_enabled, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import _get_function_stack_at, _is_any_autocast_enabled, _len_torch_dispatch_stack, _len_torch_function_stack
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
-from .mode_stacks import NO_MODES, ModeStacks
+from .mode_stacks import ModeStacks
 from .modes import Autocast, autocast_of_thread, set_autocast_of_thread
 
 #: Stores, when it is entered, all that inference mode changes, and restores it when it is left, in any order.
@@ -31,6 +31,10 @@ class _Model(NamedTuple):
     autocast: Autocast | None
     stacks: ModeStacks
     remembered: Any
+
+
+#: The same where there are no others: grad mode, and the number of function modes, to which the block adds its own.
+_Plain = tuple[bool, int]
 
 
 class Sides:
@@ -48,13 +52,13 @@ class Sides:
         self._stacks: ModeStacks | None = None
         self._is_plain = True  # none of these is there
 
-    def begin(self) -> _Model | bool:
-        """Give the thread the modes of the block; return those of the model, or its grad mode if it has no other."""
-        if self._is_plain and _none_is_on():
-            plain = is_grad_enabled()
-            if self.grad is not None and self.grad is not plain:
+    def begin(self) -> _Model | _Plain:
+        """Give the thread the modes of the block; return those of the model."""
+        if self._is_plain and _none_but_functions():
+            grad = is_grad_enabled()
+            if self.grad is not None and self.grad is not grad:
                 torch.set_grad_enabled(self.grad)
-            return plain
+            return grad, _len_torch_function_stack()
         grad, remembered = torch.is_grad_enabled(), None
         inference = torch.is_inference_mode_enabled()
         autocast = None
@@ -76,18 +80,19 @@ class Sides:
             self._stacks = None  # what it has entered since will be seen at the end of the turn
         return _Model(grad, inference, autocast, stacks, remembered)
 
-    def end(self, model: _Model | bool, over: bool) -> None:
+    def end(self, model: _Model | _Plain, over: bool) -> None:
         """Give the thread the modes of the model again, which :meth:`begin` has returned.
 
         If the block is ``over``, function and dispatch modes that it has set, and not only entered, stay set.
         """
-        if isinstance(model, bool):
-            if _none_is_on():
+        if not isinstance(model, _Model):
+            grad, functions = model
+            if _len_torch_function_stack() == functions and _none_but_functions():
                 self.grad = is_grad_enabled()
-                if self.grad is not model:
-                    torch.set_grad_enabled(model)
+                if self.grad is not grad:
+                    torch.set_grad_enabled(grad)
                 return
-            model = _Model(model, False, None, NO_MODES, None)
+            model = _Model(grad, False, None, ModeStacks(tuple(map(_get_function_stack_at, range(functions)))), None)
         if not over and not model.stacks.have_their_lengths:
             self._stacks, rest = ModeStacks.now().apart_from(model.stacks)
             rest.set()
@@ -110,11 +115,10 @@ class Sides:
         self._is_plain = self._autocast is None and self._inference is None and self._stacks is None
 
 
-def _none_is_on() -> bool:
-    """Whether the thread has no mode beside the grad mode, as is usual; each turn asks twice, so it has to be quick."""
+def _none_but_functions() -> bool:
+    """Whether the thread has only the grad mode and function modes, as is usual; each turn asks twice, so it has to be quick."""
     return not (
-        _len_torch_function_stack()
-        or _is_any_autocast_enabled()
+        _is_any_autocast_enabled()
         or is_inference_mode_enabled()
         or _len_torch_dispatch_stack()
         or _top_saved_tensors_default_hooks(True)

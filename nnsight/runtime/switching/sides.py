@@ -13,7 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import is_grad_enabled, is_inference_mode_enabled
-from torch._C import _get_function_stack_at, _is_any_autocast_enabled, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch._C import (
+    _get_function_stack_at,
+    _is_any_autocast_enabled,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from .mode_stacks import ModeStacks

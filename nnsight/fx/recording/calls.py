@@ -169,9 +169,11 @@ class CallRecorder(EventRecorder):
                 reason = str(error)
         if event is None:  # a value is demanded outside of the handler: what fails then has nothing to do with it
             return self.demand(function, args, kwargs, reason or "")
-        lifted = lift(self.state, event, len(self.numbers))
-        known = self.state.edges.get(lifted.event)
-        sizes = self.sizes + integers(lifted.values)
+        known, lifted, sizes = self.state.edges.get(event), Lifted(event, (), event), self.sizes
+        if known is None:
+            lifted = lift(self.state, event, len(self.numbers))
+            if lifted.values:
+                known, sizes = self.state.edges.get(lifted.event), sizes + integers(lifted.values)
         outcome = None if known is None else known.outcomes.get(sizes)
         if outcome is None:
             answered, result = self._try_on_fakes(event)

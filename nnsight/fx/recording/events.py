@@ -211,6 +211,8 @@ class EventRecorder(TorchFunctionMode):
         kind = type(argument)
         if kind in _AS_THEY_ARE:
             return argument
+        if kind is LazyTensor and argument._recording is self and argument._real is None:
+            return ValueNumber(argument._index)
         if isinstance(argument, torch.Tensor):
             return self.refer(argument)
         if isinstance(argument, (bool, int, float, complex)):

@@ -54,20 +54,15 @@ class Recording(PieceRunner):
         run.check_replacement, run.check_location = self._check_replacement, self._check_location
         try:
             with stage("record"), shown, self:
-                waited, counts = run.waited, run.counts
-                behind = 0
-                for tap in self.graph.taps:
-                    location = tap.location
-                    if tap.index < behind:  # inside a module that is skipped
-                        continue
-                    if location in waited and run.is_waited(location):
-                        self._stop_at(tap)
-                        if run.skips:
-                            behind = self._skip(tap)
-                    else:
-                        counts[location] = counts.get(location, 0) + 1
-                    if not waited:  # no block has code left to run
+                index = 0
+                while run.waited:  # a block has code left to run
+                    tap = self._next_stop(index)
+                    if tap is None:
                         break
+                    self._stop_at(tap)
+                    index = tap.index + 1
+                    if run.skips:
+                        index = max(index, self._skip(tap))
             self.tap = None
             run.check_replacement, run.check_location = before
             run.release()
@@ -92,6 +87,20 @@ class Recording(PieceRunner):
             counters.add("recordings")
             self.report.recordings += 1
         return outputs
+
+    def _next_stop(self, start: int) -> Tap | None:
+        """Return the first tap from number ``start`` on where a block waits, and count those before it; ``None`` if there is none."""
+        run, graph = self.run, self.graph
+        counts = run.counts
+        while True:
+            found = graph.next_tap(run.waited, start)
+            for location in graph.passed[start:found]:
+                counts[location] = counts.get(location, 0) + 1
+            if found is None or run.is_waited(graph.passed[found]):
+                return None if found is None else graph.taps[found]
+            location = graph.passed[found]  # for another occurrence
+            counts[location] = counts.get(location, 0) + 1
+            start = found + 1
 
     def _stop_at(self, tap: Tap) -> None:
         self.tap = tap

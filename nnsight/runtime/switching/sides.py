@@ -62,7 +62,7 @@ class Sides:
         if self._is_plain and _none_but_functions():
             grad = is_grad_enabled()
             if self.grad is not None and self.grad is not grad:
-                torch.set_grad_enabled(self.grad)
+                _set_grad(self.grad)
             return grad, _len_torch_function_stack()
         grad, remembered = torch.is_grad_enabled(), None
         inference = torch.is_inference_mode_enabled()
@@ -77,7 +77,7 @@ class Sides:
             if autocast is not None:
                 set_autocast_of_thread(autocast)
         if self.grad is not None and self.grad != torch.is_grad_enabled():
-            torch.set_grad_enabled(self.grad)
+            _set_grad(self.grad)
         if self._autocast is not None:
             set_autocast_of_thread(self._autocast)
         if self._stacks is not None:
@@ -95,7 +95,7 @@ class Sides:
             if _len_torch_function_stack() == functions and _none_but_functions():
                 self.grad = is_grad_enabled()
                 if self.grad is not grad:
-                    torch.set_grad_enabled(grad)
+                    _set_grad(grad)
                 return
             model = _Model(grad, False, None, ModeStacks(tuple(map(_get_function_stack_at, range(functions)))), None)
         if not over and not model.stacks.have_their_lengths:
@@ -116,7 +116,7 @@ class Sides:
         if outer is not None and inner != outer:
             set_autocast_of_thread(outer)
         if torch.is_grad_enabled() != model.grad:
-            torch.set_grad_enabled(model.grad)
+            _set_grad(model.grad)
         self._is_plain = self._autocast is None and self._inference is None and self._stacks is None
 
 
@@ -128,6 +128,12 @@ def _none_but_functions() -> bool:
         or _len_torch_dispatch_stack()
         or _top_saved_tensors_default_hooks(True)
     )
+
+
+def _set_grad(enabled: bool) -> None:
+    """Set the grad mode; no function mode is told, as it is no call of the block or the model."""
+    with torch._C.DisableTorchFunction():
+        torch._C._set_grad_enabled(enabled)
 
 
 def _entered(inference: bool) -> Any:

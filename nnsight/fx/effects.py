@@ -304,8 +304,8 @@ def edits_of_inputs(
     """
     if inputs is None:
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-        inputs = {node: position for position, node in enumerate(placeholders) if not _is_number(node)}
-    given = {node: frozenset({position}) for node, position in inputs.items()}
+        inputs = {node: position for position, node in enumerate(placeholders)}
+    given = {node: frozenset({position}) for node, position in inputs.items() if not _is_number(node)}
     follows, nothing, detached = True, frozenset[int](), set[torch.fx.Node]()
     for node in graph.nodes if nodes is None else nodes:
         passed_on = source_of(node)
@@ -343,7 +343,7 @@ def all_edited(node: torch.fx.Node) -> list[torch.fx.Node]:
         given = _named_arguments(node, name)
         found = [given.get(argument.name) for argument in target._schema.arguments if argument.is_write]
     else:
-        in_place = node.kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__"))
+        in_place = node.kwargs.get("inplace") or (name.endswith("_") and not name.endswith("__") and target not in _KINDS)
         in_place = in_place or (kind_of(node) is Kind.EFFECT and _kind_of_target(target) is not Kind.EFFECT)
         found = [node.args[0] if in_place and node.args else None, node.kwargs.get("out")]
     return [item for item in found if isinstance(item, torch.fx.Node)]

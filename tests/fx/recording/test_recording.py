@@ -480,6 +480,31 @@ def test_buffers_that_the_model_edits(block: Any) -> None:
     assert not torch.equal(expected[0][1]["rows"], torch.zeros(2, 4)), "the effect is there"
 
 
+class Masked(Small):
+    """Makes a mask of a size. Dynamo writes ``&`` as ``operator.and_``, which is no edit in place."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        mask = torch.ones(x.shape[0], 1).bool().view(x.shape[0], 1) & (hidden > 0)
+        mask |= hidden < -1
+        return self.second(hidden) * mask
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_masks_that_the_model_makes_of_a_size(in_place: bool) -> None:
+    net = Masked()
+    model = NNsight(net, compile={"backend": "aot_eager"})
+    for rows in (2, 3, 5):
+        x = torch.randn(rows, 4)
+        with model.trace(x):
+            if in_place:
+                model.second.output *= 2
+            else:
+                model.second.output = model.second.output * 2
+            out = model.output.save()
+        torch.testing.assert_close(out, 2 * net(x))
+
+
 # -- arguments that are one tensor --------------------------------------------------------------------------------------
 
 

@@ -268,6 +268,11 @@ class Interleaver:
                 return True
         return False
 
+    @property
+    def awaited_steps(self) -> set[int]:
+        """The steps that blocks wait for to begin, which any location can do."""
+        return {mediator.waiting[1] for mediator in self.mediators if mediator.waiting is not None and mediator.awaits_step}
+
     def release(self) -> None:
         """Drop what only finished blocks could still have used. Drivers call it before they decide what to keep."""
         if self._on_blocks_done is not None and not any(mediator.alive for mediator in self.mediators):

@@ -23,7 +23,6 @@ from torch.amp import autocast_mode
 from torch.autograd import grad_mode
 from torch.utils import _pytree as pytree
 
-from ...runtime.interleaver import ANYWHERE, Waited
 from ...runtime.report import Break
 from ..block_events import State
 from ..effects import Memory, all_edited, edits_of_inputs
@@ -148,8 +147,7 @@ class CapturedGraph:
     Attributes:
         each_size: Whether it is lowered for each combination of sizes by itself, because the backend could not for all of them.
         compares_tensors: Whether the model asks whether two tensors are one object, and was captured with the answer.
-        passed: The locations of the taps.
-        locations: Numbers of the taps at each location.
+        passed: The locations of the taps, in their order.
         tap_number: Number of the tap, for each tap's node.
         tapped: For each node that extracts a tensor from a tap: number of the tap and of the leaf.
         identities: For each node that returns its argument itself, the argument. A backend would lower such a call to a copy, and an
@@ -191,9 +189,7 @@ class CapturedGraph:
         for node in graph.find_nodes(op="call_function", target=tap):
             self._add_tap(node)
         self.passed = [made.location for made in self.taps]
-        self.locations: dict[str, list[int]] = {}
-        for index, location in enumerate(self.passed):
-            self.locations.setdefault(location, []).append(index)
+        self.locations = frozenset(self.passed)
         self.identities = {node: source for node in self.nodes if (source := _passed_on(node)) is not None}
         self.switched: dict[torch.fx.Node, Switched] = switched_at(self.nodes, set(self.tap_number))
         self.symbols: list[tuple[int, Any]] = []
@@ -225,13 +221,6 @@ class CapturedGraph:
             leaf_number = made.tensor_leaves[position]  # type: ignore[index]
             self.tapped[user] = (index, leaf_number)
             made.outputs.setdefault(leaf_number, []).append(user)
-
-    def next_tap(self, waited: Waited, start: int) -> int | None:
-        """Return the number of the first tap from ``start`` on whose location is in ``waited``; ``None`` if there is none."""
-        if ANYWHERE in waited:
-            return start if start < len(self.taps) else None
-        found = (place for location in waited for place in self.locations.get(location, ()) if place >= start)
-        return min(found, default=None)
 
     @cached_property
     def last_work(self) -> int:

@@ -90,17 +90,15 @@ class Recording(PieceRunner):
 
     def _next_stop(self, start: int) -> Tap | None:
         """Return the first tap from number ``start`` on where a block waits, and count those before it; ``None`` if there is none."""
-        run, graph = self.run, self.graph
-        counts = run.counts
-        while True:
-            found = graph.next_tap(run.waited, start)
-            for location in graph.passed[start:found]:
-                counts[location] = counts.get(location, 0) + 1
-            if found is None or run.is_waited(graph.passed[found]):
-                return None if found is None else graph.taps[found]
-            location = graph.passed[found]  # for another occurrence
-            counts[location] = counts.get(location, 0) + 1
-            start = found + 1
+        run, counts, passed = self.run, self.run.counts, self.graph.passed
+        waited, steps = run.waited.keys(), run.awaited_steps
+        for index in range(start, len(passed)):
+            location = passed[index]
+            count = counts.get(location, 0)
+            if (location in waited or count in steps) and run.is_waited(location):
+                return self.graph.taps[index]
+            counts[location] = count + 1
+        return None
 
     def _stop_at(self, tap: Tap) -> None:
         self.tap = tap

@@ -6,6 +6,7 @@ The methods of :class:`Mistakes` are in the order of the rows of the document's 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import os
@@ -217,6 +218,12 @@ class Mistakes(Models):
 
     def empty_prompt(self) -> None:
         with language_model().trace("", compile=self.compiled):
+            pass
+
+    def no_pad_token(self) -> None:
+        model = LanguageModel(language_model()._module, tokenizer=copy.deepcopy(language_model().tokenizer))
+        model.tokenizer.pad_token = None
+        with model.trace(["The movie was", "The"], compile=self.compiled):
             pass
 
     def nested_invoke(self) -> None:

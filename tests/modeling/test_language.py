@@ -315,6 +315,20 @@ def test_given_positions_are_kept(model: LanguageModel, gpt2: Module, ids: torch
     assert torch.equal(logits_of(model, TEXT, position_ids=positions[0].tolist()), expected)
 
 
+def test_rows_of_several_lengths_need_a_pad_token_and_others_do_not(gpt2: Module, tokenizer: Any) -> None:
+    tokenizer.pad_token = tokenizer.eos_token = None
+    model = LanguageModel(gpt2, tokenizer)
+    assert logits_of(model, [[1, 2], [3, 4]]).shape == (2, 2, 64)
+    for unequal in (TEXTS, [[1, 2, 3], [4, 5]]):
+        with pytest.raises(ValueError, match="differ in length, and the tokenizer has no pad token"):
+            logits_of(model, unequal)
+    with pytest.raises(ValueError, match=r"differ in length.*`model.tokenizer.pad_token"), model.trace() as tracer:
+        with tracer.invoke([1, 2, 3]):
+            model.output.save()
+        with tracer.invoke([4, 5]):
+            model.output.save()
+
+
 def test_decoders_pad_left_with_the_end_of_sequence_token_or_as_chosen_later(model: LanguageModel) -> None:
     assert model.tokenizer.padding_side == "left" and model.tokenizer.pad_token == "<eos>"
     arguments = prepared(model, TEXTS)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -164,7 +164,7 @@ class TextInput:
             raise ValueError(f"Only some of the invokes have `{name}`: they run as one batch, so all need it.")
         if before.ndim != added.ndim:
             raise ValueError(f"`{name}` has {before.ndim} dimensions in one invoke, and {added.ndim} in another: they run as one batch.")
-        joined = stack(before, added, self._filler(name), self._side(name))
+        joined = stack(before, added, self._filler(name, {before.shape[1:], added.shape[1:]}), self._side(name))
         if added in _started:
             _started[joined] = True
         return joined
@@ -247,7 +247,7 @@ class TextInput:
 
     def _pad(self, name: str, rows: Sequence[Sequence[int]], width: int = 0) -> torch.Tensor:
         """Return ``rows`` as a tensor as wide as the longest, or ``width``, padded as ``name`` requires."""
-        filler, side = self._filler(name), self._side(name)
+        filler, side = self._filler(name, {len(row) for row in rows}), self._side(name)
         width = max(width, *(len(row) for row in rows))
         padded = []
         for row in rows:
@@ -272,12 +272,23 @@ class TextInput:
             return False
         return self._is_decoder or not any(hasattr(part, "create_position_ids_from_input_ids") for part in self._module.modules())
 
-    def _filler(self, name: str) -> Any:
-        """Return what pads the rows of the argument ``name``."""
+    def _filler(self, name: str, lengths: Collection[Any]) -> Any:
+        """Return what pads the rows of the argument ``name``, which have these ``lengths``.
+
+        Raises:
+            ValueError: If they differ, and the tokenizer has no pad token.
+        """
         if name == "token_type_ids":
             return getattr(self.tokenizer, "pad_token_type_id", 0)
         filler = FIELDS[name].filler if name in FIELDS else 0
-        return self._pad_id() if filler is PAD_TOKEN else filler
+        if filler is not PAD_TOKEN:
+            return filler
+        if len(lengths) > 1 and self.tokenizer is not None and self.tokenizer.pad_token is None:
+            raise ValueError(
+                f"The rows of `{name}` differ in length, and the tokenizer has no pad token to fill them with. Set one: "
+                "`model.tokenizer.pad_token = ...`."
+            )
+        return self._pad_id()
 
     def _pad_id(self) -> int:
         """Return the id to pad with. Any that has an embedding will do, since the mask hides it."""

@@ -236,7 +236,7 @@ class TaskInput(MediaInput):
                         "Sounds of different lengths share no batch: the model has no mask that hides the padding. Trace them one by one."
                     )
                 side = self._padding_side if name in FIELDS or _follows_ids(value, part) else "right"
-                joined[name] = stack(above, value, self._filler(name), side)
+                joined[name] = stack(above, value, self._filler(name, {above.shape[1:], value.shape[1:]}), side)
         return joined
 
     def _completed(self, prepared: dict[str, Any]) -> dict[str, Any]:

@@ -102,6 +102,8 @@ class Interleaver:
         self.offer: Callable[[Interleaver, str, Any], Any] = Interleaver.handle
         #: Called with location, the model's value and the replacement; raises to refuse it.
         self.check_replacement: Callable[[str, Any, Any], None] | None = None
+        #: Called with the path of a module or operation to skip, and what it returns instead; raises to refuse it.
+        self.check_skip: Callable[[str, Any], None] | None = None
         #: Set by a driver that knows which locations can still come; called with the location of a request.
         self.check_location: Callable[[str], None] | None = None
         #: Where the run's result passes, if only its one block can change it after that: there the block's operations join the graph.
@@ -314,6 +316,6 @@ class Interleaver:
         self.tracer = self.tree = self.recorder = None
         self.observers.clear()
         self.caches.clear()
-        self.check_replacement = self.check_location = self.promises = None
+        self.check_replacement = self.check_skip = self.check_location = self.promises = None
         self.waited.clear()
         self._on_blocks_done = None

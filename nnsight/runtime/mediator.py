@@ -304,10 +304,9 @@ class Mediator:
             self._wait_for(location, self._next_occurrence(location), ("skip", value))
         interleaver = self.interleaver
         assert interleaver is not None and self._location is not None
+        if interleaver.check_skip is not None:
+            interleaver.check_skip(self._location.removesuffix(".input"), value)
         interleaver.skips.setdefault(self._location, {})[self] = value
-        note = getattr(interleaver.check_replacement, "note_skip", None)
-        if note is not None:
-            note(self._location.removesuffix(".input"), value)
 
     def _skip_here(self, skip: SkipException) -> BaseException | None:
         """Skip the module at whose input the model stands; return an error if it stands elsewhere."""

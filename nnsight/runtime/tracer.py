@@ -294,6 +294,7 @@ class InterleavingTracer(RunControls, Tracer):
         must_run: bool = True,
     ) -> Any:
         replacements = interleaver.check_replacement = Replacements()
+        interleaver.check_skip = replacements.note_skip
         try:
             interleaver.end_if_stopped()
             output = driver(interleaver, args, kwargs, self.report)

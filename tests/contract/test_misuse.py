@@ -417,6 +417,13 @@ def skips_what_has_run(case: Case) -> None:
         case.model.first.skip(hidden)  # wrong
 
 
+@mistake(TypeError, "NoneType", compiled=(TypeError, "model.first.output", "NoneType where the model has a tensor", "compile=False"))
+def skips_with_nothing(case: Case) -> None:
+    with case.trace(case.x):
+        case.model.first.skip(None)  # wrong
+        case.model.output.save()
+
+
 @mistake(OutOfOrderError, "model.layers.0.inner.output", "inside one that was skipped")
 def reads_inside_a_skipped_module(case: Case) -> None:
     with case.trace(case.x):

@@ -50,8 +50,8 @@ class Recording(PieceRunner):
         """Run the blocks over the graph and then the graph; return the graph's outputs, or stand-ins if nobody sees them."""
         run = self.run
         self.report.graphs += 1
-        before = run.check_replacement, run.check_location
-        run.check_replacement, run.check_location = self._check_replacement, self._check_location
+        before = run.check_replacement, run.check_skip, run.check_location
+        run.check_replacement, run.check_skip, run.check_location = self._check_replacement, self._check_skip, self._check_location
         try:
             with stage("record"), shown, self:
                 index = 0
@@ -64,7 +64,7 @@ class Recording(PieceRunner):
                     if run.skips:
                         index = max(index, self._skip(tap))
             self.tap = None
-            run.check_replacement, run.check_location = before
+            run.check_replacement, run.check_skip, run.check_location = before
             run.release()
             self.settle()
             outputs = self.finish()
@@ -133,24 +133,34 @@ class Recording(PieceRunner):
         asked = self.run.take_skip(tap.location)
         if not asked:
             return 0
-        output = f"{tap.location.removesuffix('.input')}.output"
-        until = next((other for other in self.graph.taps[tap.index + 1 :] if other.location == output), None)
-        if until is None:
-            raise ValueError(
-                f"`{tap.location.removesuffix('.input')}` cannot be skipped in this compiled trace: dynamo broke the graph "
-                "inside it. Use `trace(..., compile=False)`."
-            )
-        leaves = [
-            self.graph.fake(leaf, self.binding) if until.is_tensor(leaf) else self.graph.constant_leaf(until, leaf, ())
-            for leaf in until.leaves
-        ]
-        self._check_leaves(until, leaves, asked[0])
+        until, leaves = self._check_return(tap, asked[0])
         new_leaves = flatten(asked[0])[0]
         self._compare(leaves, new_leaves)
         sources = tuple((number, self.refer(new_leaves[number])) for number in until.tensor_leaves)
         self.step(Skip(tap.index, until.index, sources))
         self.substitutes.update({until.leaves[number]: source for number, source in sources})
         return until.index
+
+    def _check_skip(self, path: str, value: Any) -> None:
+        """Refuse, at the user's line, what cannot stand for the output of a skipped module; values of invokes are joined first."""
+        current, tap = self.run.current, self.tap
+        if current is not None and current.batch_group is None and tap is not None and tap.location == f"{path}.input":
+            self._check_return(tap, value)
+
+    def _check_return(self, tap: Tap, value: Any) -> tuple[Tap, list[Any]]:
+        """Return the output of the module whose input ``tap`` marks, and its leaves; raise if ``value`` cannot stand for it."""
+        path = tap.location.removesuffix(".input")
+        until = next((other for other in self.graph.taps[tap.index + 1 :] if other.location == f"{path}.output"), None)
+        if until is None:
+            raise ValueError(
+                f"`{path}` cannot be skipped in this compiled trace: dynamo broke the graph inside it. Use `trace(..., compile=False)`."
+            )
+        leaves = [
+            self.graph.fake(leaf, self.binding) if until.is_tensor(leaf) else self.graph.constant_leaf(until, leaf, ())
+            for leaf in until.leaves
+        ]
+        self._check_leaves(until, leaves, value)
+        return until, leaves
 
     def _visit(self, tap: Tap) -> list[Any]:
         """Return the leaves of ``tap`` as the block sees them."""
@@ -227,11 +237,15 @@ class Recording(PieceRunner):
             if tap.is_tensor(leaf):
                 if not isinstance(new_leaf, torch.Tensor):
                     raise TypeError(
-                        f"The replacement of `{location}` has a {type(new_leaf).__name__} where the model has a tensor."
+                        f"The replacement of `{location}` has a {type(new_leaf).__name__} where the model has a tensor, and the captured "
+                        "graph goes on with one. Use `trace(..., compile=False)` if the model takes it."
                     )
                 shape, expected = tuple(new_leaf.shape), tuple(old_leaf.shape)
                 if shape != expected:
-                    raise ReplacementShapeError(replacement_message(location, shape, expected))
+                    raise ReplacementShapeError(
+                        f"{replacement_message(location, shape, expected)} The captured graph is for that shape. Use "
+                        "`trace(..., compile=False)` if the model takes another."
+                    )
             elif type(old_leaf) is not type(new_leaf) or old_leaf != new_leaf:
                 raise ValueError(
                     f"The replacement of `{location}` changes {old_leaf!r} to {new_leaf!r}, which the captured graph has "

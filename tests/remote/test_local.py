@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -204,11 +205,31 @@ def many_operations(model: Any, **where: Any) -> Any:
     return found
 
 
+def sums_in_tensors_of_its_own(model: Any, **where: Any) -> Any:
+    with model.session(remote=where.get("remote", False)):
+        with model.trace(PROMPT):
+            width = model.config.n_embd
+            total, rows = torch.ones(width), torch.zeros(2, width)
+            held = {"total": [total]}
+            for number, layer in enumerate(model.transformer.h[:2]):
+                layer.output[:] *= total.clamp(-2, 2)  # first a constant, then a value of the program
+                total += layer.output.mean((0, 1))
+                rows[number] = rows[number] + layer.output[0, -1]
+            half = total[: width // 2]
+            half *= 2
+            held["total"][0].relu_()
+            out = (model.lm_head.output, rows, held, total.sum()).save()
+        with model.trace(PROMPT):
+            model.transformer.h[0].output[:] += total
+            after = model.lm_head.output.save()
+    return out, after
+
+
 EXAMPLES = [
     tokens_of_every_step, steering_of_some_steps, lists_made_in_the_block_and_outside,
     a_replaced_tuple, an_edit_of_a_part_of_a_tuple, random_noise, patching_between_invokes,
     a_replacement_in_one_invoke, a_cache, inputs_of_modules, a_logit_lens,
-    weights_in_the_block, an_edited_model, sizes_and_numbers, many_operations,
+    weights_in_the_block, an_edited_model, sizes_and_numbers, many_operations, sums_in_tensors_of_its_own,
 ]  # fmt: skip
 
 
@@ -312,6 +333,18 @@ def editing_late(model: Any) -> None:
     hidden[:] = 0
 
 
+OUTER = torch.zeros(4)
+
+
+def a_part_of_ones_own(model: Any) -> None:
+    rows = torch.zeros(2, 4)
+    rows[0] += model.transformer.h[0].output[0, 0, :4]
+
+
+def memory_of_an_array(model: Any) -> None:
+    torch.from_numpy(np.zeros(4, np.float32)).add_(model.transformer.h[0].output[0, 0, :4])
+
+
 def another_structure(model: Any) -> None:
     model.transformer.h[0].attn.output = (model.transformer.h[0].attn.output[0],) * 3
 
@@ -321,6 +354,9 @@ REFUSED: dict[Callable[[Any], Any], str] = {
     writing_to_weights: "edits a weight in place",
     editing_late: "after the model has gone on",
     another_structure: "another structure",
+    a_part_of_ones_own: "there are views, in place.*write `t",
+    memory_of_an_array: "there are views, in place",
+    lambda model: OUTER.add_(model.transformer.h[0].output[0, 0, :4]): "from outside, or of",
     lambda model: model.lm_head.weight.data.zero_(): "edits a weight in place",
     lambda model: model.transformer.h[0].output.mean().item(): "`item` needs values",
     lambda model: model.transformer.h[0].output.numpy(): "`numpy` needs values",

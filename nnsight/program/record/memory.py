@@ -1,10 +1,76 @@
-"""Where the tensors of a recording lie in memory."""
+"""Where the tensors of a recording lie in memory, and which of them the block has made itself."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..format.nodes import write_argument
+from ..format.operators import NAMES
+from .refusals import refused, why_demand
+
+if TYPE_CHECKING:
+    from .recorded_calls import NodeRecorder
+
+
+class OwnTensors:
+    """Makes the calls on tensors of a block's own, and knows which of these the block has made, in memory that is theirs alone.
+
+    The block computes with such a tensor here and now, up to an edit in place with values of the model: ``total += hidden.sum()``. Then
+    it is *adopted*: the object becomes a fake, whose memory starts as a copy of what it had, so all variables and lists that hold it have
+    the value of the program.
+    """
+
+    def __init__(self, recorder: NodeRecorder) -> None:
+        self._recorder = recorder
+        self._made: set[int] = set()  # by the number of the object; one that is freed can only be followed by another of the block
+
+    def forget(self) -> None:
+        """Forget the tensors of the latest run: to another they are from outside."""
+        self._made.clear()
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether the block has made a tensor, or what it is a view of."""
+        return id(tensor if tensor._base is None else tensor._base) in self._made
+
+    def call(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function on tensors of the block's own."""
+        try:
+            with _disable_current_modes():
+                result = function(*args, **kwargs)
+                given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor]
+                with torch._C.DisableTorchFunction():
+                    if type(result) is torch.Tensor:
+                        is_new = not any(share_memory(leaf, result) for leaf in given)
+                        (self._made.add if is_new else self._made.discard)(id(result))
+                return result
+        except DataDependentOutputException as error:  # within a transform of `torch.func`, which hides fakes
+            raise refused(why_demand(name)) from error
+
+    def adopt(self, tensor: Any) -> None:
+        """Turn a tensor that the block has made, and whose memory nothing else uses, into a fake; leave all others."""
+        if id(tensor) not in self._made:
+            return
+        recorder = self._recorder
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            memory = tensor.untyped_storage()  # an object that uses it, too
+            if tensor.requires_grad or not memory.resizable() or torch._C._storage_Use_Count(memory._cdata) > 2:
+                return
+            start = tensor.detach().clone()
+            fake = FakeTensor(recorder.mode, torch.empty_like(start, device="meta"), recorder.model.device)
+            recorder._constants.pop(tensor, None)
+            try:
+                torch.utils.swap_tensors(tensor, fake)
+            except RuntimeError:  # there is a weak reference to the object
+                return
+        self._made.remove(id(tensor))
+        with recorder.paused():
+            copied = write_argument(recorder.substitute(start), recorder.reference)
+            recorder._refs[tensor] = (recorder.emit("op", name=NAMES[torch.ops.aten.clone.default], args=[copied]), 0)
 
 
 def share_memory(tensor: torch.Tensor, result: Any) -> bool:

@@ -24,7 +24,7 @@ from ..format.sizes import SIZE_METHODS, Shape, plain
 from ..run.fake_runs import FakeModel
 from .demands import NEEDS_VALUES, VALUES, Cuts, NoOperatorError
 from .inputs import edited_by
-from .memory import share_memory, stretch
+from .memory import OwnTensors, share_memory, stretch
 from .printing import Prints
 from .recorded_gradients import Gradients
 from .refusals import WITHOUT_SIZE, here, position, refused, why_demand
@@ -73,6 +73,7 @@ class NodeRecorder(SizeReads):
         self.block: int | None = None
         self.gradients = Gradients(self)
         self.prints = Prints(self)
+        self.own = OwnTensors(self)
         self._for_others = for_others
         self.runs_again = for_others  # and not only once, with the sizes that a generation turns out to have
         self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of recorded sizes
@@ -150,7 +151,8 @@ class NodeRecorder(SizeReads):
         if not name or name in self.tensors:
             name = f"#{len(self.tensors)}"
         self.tensors[name] = copied
-        self.originals[name] = tensor, tensor._version
+        if not self.own.has(tensor):
+            self.originals[name] = tensor, tensor._version
         self._constants[tensor] = (tensor._version, fake)
         self._refs[fake] = (self.emit("const", tensor=name), 0)
         if tensor.requires_grad and not self.gradients.running:
@@ -229,7 +231,7 @@ class NodeRecorder(SizeReads):
                     f"`{name}` draws when the block is recorded, and a program would have the same numbers in each run. Use "
                     "`torch.randn_like(value)` with a value of the model, which each run draws anew, or draw before the block."
                 )
-            return self._call_own(name, function, args, kwargs)
+            return self.own.call(name, function, args, kwargs)
         return self._record(function, name, args, kwargs, leaves)
 
     def _check_not_handed_over(self, name: str, edited: Any) -> None:
@@ -270,6 +272,8 @@ class NodeRecorder(SizeReads):
             raise refused("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on what it returns.")
         if name in RANDOM and kwargs.get("generator") is not None:
             raise refused(f"A generator of your own cannot be sent, as to `{name}`: leave it out, or draw before the trace.")
+        if edits_in_place(function):
+            self.own.adopt(edited_by(args, kwargs))
         function = READ_AS.get(function, function)
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._index(args[1]), *args[2:])
@@ -300,15 +304,6 @@ class NodeRecorder(SizeReads):
             return why_demand(name)
         unknown = self._unknown is not None and ("data-dependent" in str(error) or "SymInt" in str(error))
         return f"`{name.strip('_')}` needs a size that depends on values. {WITHOUT_SIZE}" if unknown else ""
-
-    @staticmethod
-    def _call_own(name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function on tensors of the block's own."""
-        try:
-            with _disable_current_modes():
-                return function(*args, **kwargs)
-        except DataDependentOutputException as error:  # within a transform of `torch.func`, which hides fakes
-            raise refused(why_demand(name)) from error
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -414,8 +409,11 @@ class NodeRecorder(SizeReads):
         root = self._roots[self._refs[tensor][0]]
         node = self.nodes[root]
         if node["do"] in ("const", "weight"):
-            what = "a weight" if node["do"] == "weight" else "a tensor of your own"
-            raise refused(f"The block edits {what} in place with values of the model; `.clone()` it first.")
+            what = "a weight" if node["do"] == "weight" else "a tensor from outside, or of which there are views,"
+            raise refused(
+                f"The block edits {what} in place with values of the model; `.clone()` it first, or write `t[0] = t[0] + x` for "
+                "`t[0] += x`."
+            )
         if root in self._copied:  # for other sizes, torch edits what it is a view of
             node["copy"] = True
             self._look_all(self._copied[root])

@@ -162,6 +162,7 @@ class Recorder(NodeRecorder):
         self._blocks = {}
         self._visits = []
         self.handed_over = {}
+        self.own.forget()
 
         def drive(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Any) -> Any:
             report.mode = "remote"

@@ -517,6 +517,14 @@ class Mistakes(Models):
     def operation_in_c(self) -> None:
         self.layers[0].source.torch_tanh_0.source  # noqa: B018
 
+    def function_not_known_yet(self) -> None:
+        class Choosing(torch.nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                chosen = doubled
+                return chosen(x)
+
+        list(NNsight(Choosing()).source.chosen_0.source)
+
     def operation_of_a_class(self) -> None:
         self.layers[0].source.Nothing_0.source  # noqa: B018
 

@@ -42,11 +42,13 @@ class Source:
 
     @property
     def _listing(self) -> Listing:
-        if self._function is None:
+        function = self._function or self._tree.called_at(self._path)
+        if function is None:
             raise SourceError(
-                f"Which function `{self._path}` calls is known while the model runs only. Use its operations inside a trace."
+                f"Which function `{self._path}` calls is known while the model runs only. Trace the model once; its operations can be "
+                "listed from then on."
             )
-        return listing_of(self._function)
+        return listing_of(layers_of(function, f"`{self._path}`")[-1])
 
     @property
     def path(self) -> str:
@@ -66,7 +68,11 @@ class Source:
         return OperationEnvoy(self, operation.name, operation)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *(self._listing.operations if self._function is not None else ())})
+        return sorted({*super().__dir__(), *(self._listing.operations if self._is_known else ())})
+
+    @property
+    def _is_known(self) -> bool:
+        return self._function is not None or self._tree.called_at(self._path) is not None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,8 +91,8 @@ class Source:
 
     def __repr__(self) -> str:
         """Return the source, each line with the names of the operations that begin on it."""
-        if self._function is None:
-            return f"<source of {self._path}, known while the model runs>"
+        if not self._is_known:
+            return f"<source of {self._path}, known when the model has run once more>"
         listing = self._listing
         starting: dict[int, list[str]] = {}
         for operation in listing.operations.values():
@@ -159,6 +165,8 @@ class OperationEnvoy(Located):
                 raise SourceError(f"`{self._path}` calls a module. Use the module's own envoy: `{path}.source`.")
         if callee is None and self._path in tree.refused:
             raise SourceError(tree.refused[self._path])
+        if callee is None:
+            self._watch(self._path)
         return Source(tree, self._path, callee)
 
     def _watch(self, path: str) -> None:

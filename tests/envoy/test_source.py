@@ -621,8 +621,22 @@ def test_what_is_no_function_of_python_has_no_source(model: NNsight) -> None:
         model.layers[0].source.torch_matmul_0.source  # noqa: B018
     with pytest.raises(SourceError, match="only functions"):
         model.layers[0].source.range_0.source  # noqa: B018
-    with pytest.raises(SourceError, match="known while the model runs"):
-        list(model.layers[0].source.weigh_0.source)
+
+
+@both
+def test_a_function_that_only_a_run_can_tell_is_listed_from_that_run_on(net: Net, x: torch.Tensor, compile: bool) -> None:
+    model = NNsight(net, compile={"backend": "eager"})
+    source = model.layers[0].source.weigh_0.source
+    assert repr(source).endswith("known when the model has run once more>") and "names" in dir(source)
+    with pytest.raises(SourceError, match="known while the model runs only. Trace the model once"):
+        list(source)
+    with model.trace(x, compile=compile):
+        model.output.save()
+    assert source.names == model.layers[0].source.weigh_0.source.names and source.names[0] in dir(source)
+    assert f"{source.names[0]} " in repr(source)
+    with model.trace(x, compile=compile):
+        first = getattr(source, source.names[0]).output.save()
+    assert first is not None
 
 
 def test_code_from_a_string_has_no_source(x: torch.Tensor) -> None:

@@ -81,6 +81,8 @@ class Operations:
     def __init__(self, traced_call: TracedCall | None = None) -> None:
         self.opened: set[str] = set()  # paths of the modules, and of the operations, that were looked into
         self.refused: dict[str, str] = {}  # why the function that an operation called could not be looked into, by its path
+        #: What operations called that only a run can tell, by path, as of the latest call.
+        self.called: weakref.WeakValueDictionary[str, types.FunctionType] = weakref.WeakValueDictionary()
         self._traced_call = traced_call
         self._made: dict[str, weakref.WeakKeyDictionary[types.FunctionType, types.FunctionType]] = {}
 
@@ -98,6 +100,7 @@ class Operations:
         owner = function if _call_of(function) else getattr(function, "__self__", None)
         layers = layers_of(function, f"`{path}`")
         self.refused.pop(path, None)
+        self.called[path] = layers[0]
         known = self._made.setdefault(path, weakref.WeakKeyDictionary())
         made = known.get(layers[0])
         if made is None:

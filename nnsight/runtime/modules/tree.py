@@ -148,6 +148,10 @@ class ModuleTree:
         """Why functions that operations called could not be looked into, by the path of the operation."""
         return self._operations.refused
 
+    def called_at(self, path: str) -> Any:
+        """Return the function that the operation at ``path`` called last while it was looked into; ``None`` if it was not."""
+        return self._operations.called.get(path)
+
     @property
     def opened(self) -> int:
         """How many functions were looked into; it only grows."""

@@ -149,8 +149,9 @@ class Mistakes(Models):
         self.model[0].output  # noqa: B018
 
     def no_input(self) -> None:
-        with self.trace():
-            self.model.output.save()
+        model = language_model()
+        with model.trace(compile=self.compiled):
+            model.output.save()
 
     def wrong_shape(self) -> None:
         with self.trace(self.x):

@@ -103,6 +103,8 @@ class ModelTracer(InterleavingTracer):
             return None
         assert self._call is not None and self._choose_driver is not None
         _, model, args, kwargs = self._call
+        if not (args or kwargs):  # there are invokes, or a mistake
+            return None
         driver = self._choose_driver()
         self._choose_driver = lambda: driver
         replays = getattr(driver, "replays", None)
@@ -125,7 +127,7 @@ class ModelTracer(InterleavingTracer):
         return None
 
     def _arguments(self, model: Batchable, invokes: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._prepared is None or not (args or kwargs):
+        if self._prepared is None:
             return super()._arguments(model, invokes, args, kwargs)
         return self._prepared, {}
 

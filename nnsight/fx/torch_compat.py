@@ -301,6 +301,8 @@ def why_followed_in_vain(error: Exception, code: types.CodeType) -> str | None:
 
     If dynamo was tracing another function, a part of this one may have run as Python before.
     """
+    if isinstance(error, exc.InternalTorchDynamoError) and isinstance(error.__context__, Exception):
+        error = error.__context__  # torch before 2.13 wraps an error that the function would raise
     followed = getattr(error, "real_stack", None)
     if not followed or (followed[0].filename, followed[0].name) != (code.co_filename, code.co_name):
         return None

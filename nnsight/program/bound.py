@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -86,10 +87,13 @@ class Inputs:
             return torch.tensor(value, dtype=like.dtype)
         if isinstance(value, torch.Tensor) and value.dtype == like.dtype and value.dim() == like.dim():
             return value
-        found = f"{value.dtype} with {value.dim()} dimensions" if isinstance(value, torch.Tensor) else type(value).__name__
+        given = isinstance(value, torch.Tensor)
+        found = f"{value.dtype} with {value.dim()} dimensions" if given else type(value).__name__
+        other_dtype = given and value.dim() == like.dim()
         raise TypeError(
-            f"The input `{name}` was recorded as a tensor of {like.dtype} with {like.dim()} dimensions, and is given {found}. "
-            "Record the program with a value like this."
+            f"The input `{name}` was recorded as a {'float or ' if like.dim() == 0 else ''}tensor of {like.dtype} with {like.dim()} "
+            f"dimensions, and is given {found}. {f'Pass `value.to({like.dtype})`, or r' if other_dtype else 'R'}ecord the program with "
+            "a value like this."
         )
 
 
@@ -106,6 +110,8 @@ class BoundProgram:
 
     def __init__(self, job: Job, model: NNsight, inputs: Sequence[str], values: dict[str, torch.Tensor] | None = None) -> None:
         self._job, self._model, self._names = job, model, tuple(inputs)
+        forward = inspect.signature(type(model._module).forward).parameters
+        self._unnamed = frozenset(inputs_of(job).keys() - {*inputs, *forward})
         self.inputs = Inputs(job, model)
         self.inputs.values |= values or {}
         self._runs: KnownRuns | None = None  # what is known of runs on the compiled model
@@ -129,11 +135,14 @@ class BoundProgram:
         runs as Python beside the graph, and is an error with ``fullgraph=True``.
 
         Raises:
-            TypeError: If the value of an input does not fit the program.
+            TypeError: If the value of an input does not fit the program, or `bind` was not given its name.
             InvalidProgramError: If the program does not fit the input of the model.
             ExecutionFailedError: If the program fails while it runs.
         """
         given = {name: self.inputs.checked(name, kwargs.pop(name)) for name in self._names if name in kwargs}
+        for name in kwargs:
+            if name in self._unnamed:
+                raise TypeError(f"`{name}` is an input of the program: name it, as in `program.bind(model, inputs=[{name!r}])`.")
         if is_compiling() and self._inlined is not None:
             values = {**self.inputs.values, **given}
             return self._inlined({name: value.to(self.inputs.device) for name, value in values.items()}, args, kwargs)

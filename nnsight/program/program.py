@@ -24,6 +24,7 @@ from ..tracing import Block
 from .as_python import python_of
 from .bound import BoundProgram, check_names
 from .format.errors import NotExpressibleError
+from .format.nodes import Node
 from .format.payload import Job, decode, encode, inputs_of
 from .format.trees import references, with_references
 from .run.interpreter import ProgramBlock
@@ -63,7 +64,6 @@ class Program:
         self._job = Job([run], job.nodes, job.saves, {name: job.tensors[name] for name in sorted(used)})
         self._fixed = fixed or {}
         self._filename, self._lines = ("", (1, 0)) if block is None else (block.filename, (block.line, block.last_line))
-        self._parts: tuple[Program, ...] = ()  # the programs that it was put together from
 
     # -- files -----------------------------------------------------------------------------------------------------
 
@@ -146,14 +146,14 @@ class Program:
             for node in nodes
         ]
         run = {**first.runs[0], "blocks": blocks + second.runs[0]["blocks"]}
-        made = Program(Job([run], [*first.nodes, *moved], {**first.saves, **saves}, tensors), {**other._fixed, **self._fixed})
-        made._parts = (*(self._parts or (self,)), *(other._parts or (other,)))
-        return made
+        return Program(Job([run], [*first.nodes, *moved], {**first.saves, **saves}, tensors), {**other._fixed, **self._fixed})
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
     def run(self, model: NNsight, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Run ``model`` once on an input, with this program; return the saved values by name.
+
+        The inputs of the program have the values of the recording; :meth:`bind` gives them others.
 
         Args:
             model: The model.
@@ -174,7 +174,7 @@ class Program:
         """
         return inputs_of(self._job)
 
-    def bind(self, model: NNsight, inputs: Sequence[str] = ()) -> BoundProgram:
+    def bind(self, model: NNsight, inputs: str | Sequence[str] = ()) -> BoundProgram:
         """Return this program as a function of the input of ``model``, and of the values of ``inputs``.
 
         A call runs neither a block nor a trace. If the model is compiled, it calls the lowered graph with the program spliced into it.
@@ -183,9 +183,10 @@ class Program:
 
         Args:
             model: The model.
-            inputs: Names of :attr:`inputs`.
+            inputs: Names of :attr:`inputs`, or one of them.
 
         Raises:
+            TypeError: If ``model`` is no wrapped model.
             InvalidProgramError: If the model lacks a part that the program names, or the program has no such input.
 
         Example:
@@ -196,6 +197,9 @@ class Program:
             >>> steer("The Eiffel Tower is in", alpha=2.0, direction=other)["logits"]
         """
         self._check_whole()
+        if not isinstance(model, NNsight):
+            raise TypeError(f"A program is bound to a wrapped model, as `NNsight(module)` is, and not to a {type(model).__name__}.")
+        inputs = [inputs] if isinstance(inputs, str) else inputs
         check_names(self._job, inputs, self._fixed)
         model._sync()
         if hasattr(model, "dispatch"):
@@ -205,26 +209,23 @@ class Program:
         bound.make_inlinable()
         return bound
 
-    def block_for(self, model: NNsight) -> ProgramBlock:
-        """Return a function that runs this program in a block of ``model``.
+    def apply_to(self, model: NNsight) -> Any:
+        """Return a copy of ``model`` that runs this program in each of its traces and calls, as ``model.edit()`` does with a block.
+
+        Each program that :meth:`then` has put into this one is an edit.
 
         Raises:
             InvalidProgramError: If the model lacks a part that the program names.
             ValueError: If the program consists of several invokes.
         """
         self._check_whole()
-        job = self._job
-        if len({node["block"] for node in job.nodes}) > 1:
-            raise ValueError("A program with several invokes belongs to their inputs, so it cannot be applied to others.")
+        job, edited = self._job, model
         check_parts(job, model)
-
-        return ProgramBlock(model, job)
-
-    def apply_to(self, model: NNsight) -> Any:
-        """Return a copy of ``model`` that runs this program in each of its traces and calls, as ``model.edit()`` does with a block."""
-        edited: Any = model
-        for part in self._parts or (self,):
-            run_program = part.block_for(model)
+        blocks = _blocks_of(job.nodes)
+        if len(blocks) > 1 and any(map(_is_of_rows, blocks)):
+            raise ValueError("A program with several invokes belongs to their inputs, so it cannot be applied to others.")
+        for nodes in blocks:
+            run_program = ProgramBlock(model, job, nodes)
             with edited.edit() as edited:
                 run_program()
         return edited
@@ -290,6 +291,23 @@ class Program:
     def _repr_svg_(self) -> str | None:
         """Return the picture for notebooks; without graphviz they show text."""
         return None if shutil.which("dot") is None else self.draw()
+
+
+def _blocks_of(nodes: Sequence[Node]) -> list[list[tuple[int, Node]]]:
+    """Return the nodes of each block, with their numbers; one empty block if there is no node."""
+    numbered = sorted(enumerate(nodes), key=lambda item: item[1]["block"])
+    return [list(found) for _, found in itertools.groupby(numbered, lambda item: item[1]["block"])] or [[]]
+
+
+def _is_of_rows(nodes: Sequence[tuple[int, Node]]) -> bool:
+    """Whether a block has rows of its own, waits for another one, or uses its values."""
+    own = {number for number, _ in nodes}
+    return any(
+        node["do"] == "barrier"
+        or any(used not in own for used, _ in references(node))
+        or (node["do"] == "size" and after.get("name") == "aten.narrow.default" and after["args"][:2] == [node["value"], node["dim"]])
+        for (_, node), (_, after) in itertools.pairwise([*nodes, (-1, {})])
+    )
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -245,7 +245,7 @@ class Printing(Passing):
 def test_a_model_that_has_run_in_part_is_not_run_again(a: torch.Tensor, capsys: pytest.CaptureFixture[str]) -> None:
     """The print breaks the graph: the model runs as Python there, and torch.compile meets the error in the module alone."""
     model = NNsight(Printing(), compile={"backend": "eager"})
-    with pytest.raises(IndexError), model.trace(a, [torch.zeros(0)]):
+    with pytest.raises(Exception, match="IndexError|list index out of range"), model.trace(a, [torch.zeros(0)]):
         model.output.save()
     assert capsys.readouterr().out == "forward\n"
 

@@ -327,7 +327,9 @@ def test_inputs_survive_a_file(tmp_path: Any) -> None:
         ({"direction": torch.zeros(6, dtype=torch.float64)}, "torch.float32 with 1 dimensions, and is given torch.float64"),
         ({"direction": torch.zeros(1, 6)}, "with 1 dimensions, and is given torch.float32 with 2"),
         ({"direction": 2.0}, "is given float"),
-        ({"alpha": "a lot"}, "is given str"),
+        ({"alpha": "a lot"}, "float or tensor of torch.float64 with 0 dimensions, and is given str"),
+        ({"alpha": torch.tensor(2.0)}, r"given torch.float32 with 0 dimensions. Pass `value.to\(torch.float64\)`"),
+        ({"scale": 2.0}, r"`scale` is an input of the program: name it, as in `program.bind\(model, inputs=\['scale'\]\)`"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused(given: dict[str, Any], message: str) -> None:
@@ -336,6 +338,26 @@ def test_a_value_that_does_not_fit_is_refused(given: dict[str, Any], message: st
     bound = recorded(model, x, direction).bind(model, inputs=["alpha", "direction"])
     with pytest.raises(TypeError, match=message):
         bound(x, **given)
+
+
+def test_a_program_is_bound_to_a_wrapped_model_and_names() -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    program = recorded(NNsight(net), x, direction)
+    with pytest.raises(TypeError, match="bound to a wrapped model.*not to a Sequential"):
+        program.bind(net)
+    torch.testing.assert_close(program.bind(NNsight(net), "alpha")(x, alpha=1.0), expected(net, x, direction, 1.0))
+
+
+def test_a_float_in_an_invoke_is_an_input() -> None:
+    net, x, alpha = stack(), torch.randn(3, 6), 0.25
+    model = NNsight(net)
+    with model.trace(program=True) as tracer:
+        with tracer.invoke(x):
+            model[1].output *= alpha
+        with tracer.invoke():
+            out = model[3].output.save()
+    found = tracer.program.bind(model, ["alpha"])(x, alpha=3.0)["out"]
+    torch.testing.assert_close(found, Hooks(net).output("1", lambda value: 3.0 * value)(x))
 
 
 def test_a_listing_shows_what_autograd_does_not_follow() -> None:
@@ -377,7 +399,7 @@ def test_programs_are_equal_by_what_they_do() -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_one_program_after_the_other(compiled: bool) -> None:
+def test_one_program_after_the_other(compiled: bool, tmp_path: Any) -> None:
     net, x, first, second = stack(), torch.randn(3, 6), torch.randn(6), torch.randn(6)
     model = NNsight(net, compile={"backend": "aot_eager"} if compiled else False)
     with model.trace(x, remote="program") as tracer:
@@ -390,6 +412,8 @@ def test_one_program_after_the_other(compiled: bool) -> None:
     for _ in range(3):
         torch.testing.assert_close(bound(x)["out"], expected)
     torch.testing.assert_close(bound(x, by=torch.zeros(6))["out"], net[3](net[2](2.0 * (net[1](net[0](x)) + first))))
-    torch.testing.assert_close(model.apply(both)(x), expected)
+    both.save(tmp_path / "both")
+    for program in (both, Program.load(tmp_path / "both")):
+        torch.testing.assert_close(model.apply(program)(x), expected)
     with pytest.raises(ValueError, match="Both programs save a value as `out`"):
         both.then(tracer.program)

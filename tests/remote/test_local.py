@@ -58,6 +58,16 @@ def steering_of_some_steps(model: Any, **where: Any) -> Any:
     return tokens, text
 
 
+def beams_at_every_step(model: Any, **where: Any) -> Any:
+    with model.generate(PROMPT, max_new_tokens=4, num_beams=3, num_return_sequences=2, **where) as tracer:
+        tokens = nnsight.save([])
+        for _ in tracer.iter[:4]:
+            model.transformer.h[0].output[:] *= 1.5
+            tokens.append(model.lm_head.output[:, -1].argmax(dim=-1))
+        ids = tracer.result.save()
+    return tokens, ids
+
+
 def lists_made_in_the_block_and_outside(model: Any, **where: Any) -> Any:
     kept: list[Any] = []
     by_name: dict[str, Any] = {}
@@ -226,7 +236,7 @@ def sums_in_tensors_of_its_own(model: Any, **where: Any) -> Any:
 
 
 EXAMPLES = [
-    tokens_of_every_step, steering_of_some_steps, lists_made_in_the_block_and_outside,
+    tokens_of_every_step, steering_of_some_steps, beams_at_every_step, lists_made_in_the_block_and_outside,
     a_replaced_tuple, an_edit_of_a_part_of_a_tuple, random_noise, patching_between_invokes,
     a_replacement_in_one_invoke, a_cache, inputs_of_modules, a_logit_lens,
     weights_in_the_block, an_edited_model, sizes_and_numbers, many_operations, sums_in_tensors_of_its_own,

@@ -146,7 +146,8 @@ class NamedInputs:
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and (is_internal(frame.f_code) or frame.f_code.co_filename.startswith(LIBRARIES)):
             frame = frame.f_back
-        if frame is None or frame.f_code is not self._block.code:
+        code = self._block.code  # invokes and backward passes in it are code of the same name, at positions of their own
+        if frame is None or (frame.f_code.co_name, frame.f_code.co_filename) != (code.co_name, code.co_filename):
             return []
         if self._operands is None:
             self._operands = dict(_operands_of(self._block))

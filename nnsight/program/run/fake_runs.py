@@ -187,7 +187,9 @@ class FakeModel:
                 costs.begin_step()
             return step(*args, **kwargs)
 
-        self.root.__dict__["forward"] = counted
+        # Of fakes, `generate` cannot tell that all sequences have ended: beam search would end with the first step.
+        changed = {"forward": counted, "_has_unfinished_sequences": lambda *args, **kwargs: True}
+        self.root.__dict__.update(changed)
         try:
             yield
             if not calls and steps:
@@ -196,7 +198,8 @@ class FakeModel:
                     "checked on fakes: run it without `remote=` and `program=`."
                 )
         finally:
-            del self.root.__dict__["forward"]
+            for name in changed:
+                del self.root.__dict__[name]
 
     def faked(self, value: Any) -> Any:
         """Return ``value`` with new fakes in place of its tensors, and copies of its caches, which the run fills."""

@@ -12,6 +12,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from keyword import iskeyword
 from typing import Any
 
@@ -357,20 +358,21 @@ class Interpreter:
 
 
 class ProgramBlock:
-    """Runs a program in a block of a model.
+    """Runs the numbered ``nodes`` of one block of a program in a block of a model.
 
     Attributes:
-        inputs: The named inputs of the program.
+        inputs: The named inputs of these nodes.
     """
 
-    def __init__(self, model: NNsight, job: Job) -> None:
-        self._model, self._job, self.inputs = model, job, inputs_of(job)
+    def __init__(self, model: NNsight, job: Job, nodes: list[tuple[int, Node]]) -> None:
+        self._model, self._job, self._nodes = model, job, nodes
+        self.inputs = inputs_of(replace(job, nodes=[node for _, node in nodes]))
 
     def __call__(self) -> None:
         interpreter = Interpreter(self._model, self._job, Limits(seconds=float("inf")))
         interpreter.on_log = print
         interpreter.place_constants()
-        interpreter.run_nodes(list(enumerate(self._job.nodes)))
+        interpreter.run_nodes(self._nodes)
 
 
 def guard(modules: Iterable[torch.nn.Module]) -> Callable[[torch.Tensor], None]:

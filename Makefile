@@ -20,7 +20,7 @@ RAY_PIP = $(RAY_VENV)/bin/python -m pip --quiet --disable-pip-version-check
 RAY_INSTALLED := $(RAY_VENV)/.installed
 
 # What vLLM's model runner V2 has to pass, as V1 does, and what is about V2 alone.
-V2_TESTS := $(patsubst %,tests/vllm/test_%.py,v2 traces overlapping graph_functions graph_programs kept_values samples serving parallel jobs)
+V2_TESTS := $(patsubst %,tests/vllm/test_%.py,v2 traces stepping overlapping graph_functions graph_programs kept_values samples serving parallel jobs)
 
 # An interpreter for them: Triton's kernels are interpreted, too.
 ON_V2 = VLLM_USE_V2_MODEL_RUNNER=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1 \

@@ -46,13 +46,19 @@ class IteratorTracer(Tracer):
     def __init__(self, steps: Steps) -> None:
         super().__init__()
         self._steps = _numbers(steps)
+        self._range: Any = self._steps
+        if isinstance(self._steps, itertools.count) and isinstance(steps, slice):
+            self._range = range(steps.start or 0, sys.maxsize, steps.step or 1)
 
     def __iter__(self) -> Iterator[int]:
         mediator = running_mediator("tracer.iter")
-        before, visited = begin_loop(mediator), mediator.visited
+        before, visited, outer = begin_loop(mediator), mediator.visited, mediator.steps
+        mediator.steps, mediator.made = self._range, -1
         is_open = isinstance(self._steps, itertools.count)
         try:
             for step in self._steps:
+                if step <= mediator.made:
+                    continue
                 if is_open and step:
                     await_step(mediator, step)
                 point_at(mediator, step)
@@ -69,6 +75,7 @@ class IteratorTracer(Tracer):
                     )
                     return
         finally:
+            mediator.steps = outer
             end_loop(mediator, before)
 
     def run(self) -> None:

@@ -22,8 +22,8 @@ import linecache
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .assertions import rewritten
@@ -170,6 +170,16 @@ class Block:
     def last_line(self) -> int:
         """The last line of its body."""
         return max((statement.end_lineno or 0 for statement in self.body), default=self.line)
+
+    def only(self, body: Sequence[ast.stmt]) -> Block:
+        """Return a block that has only these statements of its body."""
+        place = ast.copy_location(ast.Pass(), body[0])
+        declared = [name for name in self.shared if name != "__class__"]
+        whole: list[ast.stmt] = [*([ast.copy_location(ast.Nonlocal(declared), place)] if declared else []), *body]
+        function = ast.FunctionDef(name=BLOCK_NAME, args=parameters(), body=whole, decorator_list=[], type_params=[])
+        free = sorted({*self.shared, *_OWN_NAMES})
+        code = nested_code(ast.copy_location(function, place), free, None, self.filename, self.code.co_flags)
+        return replace(self, code=code, body=tuple(body))
 
     def bindings(self, value: Any) -> dict[str, Any]:
         """Return the variables that ``as`` binds if the context manager gives ``value``."""

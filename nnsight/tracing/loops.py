@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 #: Parts in which the order of loads and stores is not that of the text, or which leave the loop.
-_UNCLEAR = (
+UNCLEAR = (
     ast.AsyncFunctionDef, ast.Await, ast.Break, ast.ClassDef, ast.Continue, ast.Delete, ast.FunctionDef, ast.Global, ast.Lambda, ast.Match,
     ast.NamedExpr, ast.Nonlocal, ast.Return, ast.Try, ast.TryStar, ast.While, ast.Yield, ast.YieldFrom,
 )  # fmt: skip
@@ -51,7 +51,7 @@ def step_loop(body: Sequence[ast.stmt]) -> StepLoop | None:
 def is_same_at_each_step(loop: StepLoop) -> bool:
     """Whether a loop is over all steps, and does the same at each."""
     found = [node for statement in loop.body for node in ast.walk(statement)]
-    if any(isinstance(node, _UNCLEAR) or (isinstance(node, ast.Attribute) and node.attr in _OF_RUNS) for node in found):
+    if any(isinstance(node, UNCLEAR) or (isinstance(node, ast.Attribute) and node.attr in _OF_RUNS) for node in found):
         return False
     if any(isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and node.attr not in _VALUES for node in found):
         return False
@@ -59,10 +59,10 @@ def is_same_at_each_step(loop: StepLoop) -> bool:
     tracer = {node.id for node in ast.walk(loop.steps) if isinstance(node, ast.Name)}
     stored = set().union(*map(_stores, loop.body))
     are_all = isinstance(loop.steps, ast.Call) or ast.unparse(loop.steps).endswith((".iter[:]", ".iter[0:]"))
-    return are_all and names.isdisjoint(tracer | loop.number | {"next"}) and _is_fresh(loop.body, stored, set())
+    return are_all and names.isdisjoint(tracer | loop.number | {"next"}) and is_fresh(loop.body, stored, set())
 
 
-def _is_fresh(statements: Iterable[ast.stmt], stored: set[str], bound: set[str]) -> bool:
+def is_fresh(statements: Iterable[ast.stmt], stored: set[str], bound: set[str]) -> bool:
     """Whether each of the names ``stored`` in a loop is loaded only where this step has ``bound`` it; adds those that are bound behind."""
     for statement in statements:
         parts: list[ast.AST] = [statement]
@@ -78,7 +78,7 @@ def _is_fresh(statements: Iterable[ast.stmt], stored: set[str], bound: set[str])
         if any((_loads(part) & stored) - bound for part in parts):
             return False
         bound |= set().union(*map(_stores, targets))
-        if not all(_is_fresh(block, stored, bound if isinstance(statement, ast.With) else bound.copy()) for block in inner):
+        if not all(is_fresh(block, stored, bound if isinstance(statement, ast.With) else bound.copy()) for block in inner):
             return False
     return True
 

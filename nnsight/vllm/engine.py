@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .blocks.stepping import BlockPrograms
 from .groups import groups
 from .prompts import config_of, refusals
 from .samples import Request
@@ -28,6 +29,7 @@ from .steering.tables import Steering, salt_of
 from .worker.engine_taps import HANDOFF, Layout, Stops
 from .worker.requests import RequestLimits
 from .worker.runner import SPECULATIVE, choose_runner
+from .worker.step_programs import BlockProgram
 
 WORKER = f"{__package__}.worker.worker.Worker"
 
@@ -84,6 +86,7 @@ class VLLMEngine:
         weakref.finalize(self, groups.shut_down, client.engine_core)
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._numbers = itertools.count()
+        self._blocks = None if parallel else BlockPrograms(BlockProgram.of)
         self._stopping = Stops(self._runner, self.llm.llm_engine.model_config, self._functions)
         self._lock = threading.RLock()
         self._running = False
@@ -94,10 +97,11 @@ class VLLMEngine:
         """What the engine can do."""
         hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
         if tapped is None:
-            return RequestLimits(hidden, functions=self._functions, stopping=self._stopping)
+            return RequestLimits(hidden, functions=self._functions, stopping=self._stopping, blocks=self._blocks)
         drafts = self.llm.llm_engine.vllm_config.speculative_config is not None
         locations, steered, captured = tuple(tapped.locations), tuple(tapped.steered), tuple(tapped.captured)
-        return RequestLimits(hidden, locations, steered, tapped.rank, captured, drafts, self._functions, self._programs, self._stopping)
+        places = (hidden, locations, steered, tapped.rank, captured, drafts)
+        return RequestLimits(*places, self._functions, self._programs, self._stopping, self._blocks)
 
     def run(self, requests: Sequence[Request]) -> None:
         """Run ``requests`` until all have finished or failed. Errors of blocks stay with their runs; others raise ``ValueError``."""

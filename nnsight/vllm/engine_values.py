@@ -66,7 +66,7 @@ class engine_value:  # noqa: N801 - a descriptor, like `property`
             return self
         place = EnginePlace(f"model.{self._name}", owner._tree)
         run = active_interleaver()
-        if run is None or run.current is None:
+        if run is None or run.current is None or run.recorder is not None:  # a recording knows no such tensors
             return place
         tensor: Any = place.output.as_subclass(EngineTensor)
         tensor._place = place

@@ -5,14 +5,16 @@ As in other traces the block of the ``with`` statement starts first. All request
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..runtime.mediator import Mediator
 from ..runtime.report import Report
 from ..runtime.tracer import InterleavingTracer
+from ..tracing import Block
 from ..tracing.saving import saves
+from .blocks.stepping import Steps
 from .prompts import prompt_of, sampling_of
 from .samples import Request
 from .worker.requests import RequestRun
@@ -28,6 +30,8 @@ class EngineReport(Report):
 
     tiers: list[str] = field(default_factory=list)  # for each request, how its block ran, see :attr:`RequestRun.tier`
     steps: list[int] = field(default_factory=list)  # and in how many steps it had rows; with several samples, those of the longest
+    programs: list[int] = field(default_factory=list)  # and in how many of them a program did what the block does
+    reasons: list[str] = field(default_factory=list)  # why it did not in others, if that was tried
     planned: bool = False  # whether nothing was run, see :meth:`~.model.VLLM.explain`
 
     def __str__(self) -> str:
@@ -35,10 +39,13 @@ class EngineReport(Report):
         if self.mode != "engine":
             return super().__str__()
         lines = [f"trace: engine, {len(self.tiers)} request{'s' * (len(self.tiers) != 1)}"]
-        lines += [
-            f"  request {number}: block {'would run' if self.planned else 'ran'} {tier}" + (f", in {steps} steps" if steps else "")
-            for number, (tier, steps) in enumerate(zip(self.tiers, self.steps, strict=True))
-        ]
+        for number, (tier, steps) in enumerate(zip(self.tiers, self.steps, strict=True)):
+            line = f"  request {number}: block {'would run' if self.planned else 'ran'} {tier}" + (f", in {steps} steps" if steps else "")
+            if number < len(self.programs) and self.programs[number]:
+                line += f", {self.programs[number]} of them as a program"
+            elif number < len(self.reasons) and self.reasons[number]:
+                line += f"; as Python, because {self.reasons[number]}"
+            lines.append(line)
         return "\n".join([*lines, *(f"    {location}" for location in self.spliced)])
 
 
@@ -100,6 +107,8 @@ class RequestTracer(InterleavingTracer):
         run.begin()
         if run.failed is not None:
             raise run.failed
+        if args and function is not None and self.info is not None:
+            self._may_park(run, blocks[0], self.info, function, ())
         if args or function is None:
             requests = [self._begun(Request(prompt_of(args), sampling_of(sampling), run))]
         else:
@@ -140,8 +149,16 @@ class RequestTracer(InterleavingTracer):
             name = f"invoke {number}"
             mediator = self.make_mediator(invoke.function, None, name, publish=invoke.publish, explain=invoke.explain)
             run = self._run_of([mediator], name)
+            others = [other.block for other in invokes if other is not invoke]
+            self._may_park(run, mediator, invoke.block, invoke.function, others)
             requests.append(Request(prompt_of(invoke.args), sampling_of({**sampling, **invoke.kwargs}), run))
         return [self._begun(request) for request in requests]
+
+    def _may_park(self, run: RequestRun, mediator: Mediator, block: Block, function: Any, others: Sequence[Block]) -> None:
+        """Let a block go on as a program, if that is possible; ``others`` are those of the other requests."""
+        model: Any = self._model
+        if run.limits.blocks is not None:
+            run.stepping = Steps(run.limits.blocks, mediator, block, function, others, lists=model._mode == "sync")
 
     def _begun(self, request: Request) -> Request:
         """Start the blocks of ``request``, and return it; it gets a request for each sample, if it is for several."""
@@ -160,6 +177,9 @@ class RequestTracer(InterleavingTracer):
         """Report how the blocks ran, and raise the first of their errors."""
         report = self.report
         report.steps = [max(sent.run.steps for sent in request.sent) for request in requests]
+        stepping = [request.run.stepping for request in requests]
+        report.programs = [0 if each is None else each.made for each in stepping]
+        report.reasons = ["" if each is None else each.why for each in stepping]
         visited = (location for request in requests for sent in request.sent for location in sent.run.visited)
         report.spliced = list(dict.fromkeys(visited))
         failures = [(request.run.name, request.run.failed) for request in requests if request.run.failed is not None]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ _OF_THE_MODEL = {"weight": "a weight of the model", "apply": "a call of a module
 _TAKEN = frozenset({"self", "vector", "scale", "remove", "layers", "start"})
 
 #: Rows with which a program is traced, and tried.
-_ROWS = 7
+ROWS = 7
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,16 +128,26 @@ def module_of(location: str) -> str:
     return location.removeprefix("model.").removesuffix(".output")
 
 
-class _Run:
-    """The parts of a job, and how they are run for rows of tokens."""
+class PartsOf:
+    """The parts of a job for rows: its nodes at each location, traced under vmap.
 
-    def __init__(self, program: GraphProgram, widths: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> None:
-        job, found = program.job, program.segments
-        self._name, self._names, self._segments = program.name, program.defaults, found
-        self._values = {key: value.detach().to(device, _dtype_of(value, dtype)) for key, value in job.tensors.items()}
+    ``found`` are the nodes by location, ``parameters`` the names of the tensors of which each row has its own, ``values`` all tensors by
+    name, and ``samples`` the tensors of the value at each location, with :data:`ROWS` rows. Parts also give the values ``kept``, each
+    named by its node and output, as ``v3.0``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        job: Job,
+        found: Sequence[Segment],
+        parameters: Collection[str],
+        values: Mapping[str, torch.Tensor],
+        samples: Sequence[Sequence[torch.Tensor]],
+        kept: Collection[str] = (),
+    ) -> None:
+        self._name, self._names, self._segments, self._values, self._samples = name, parameters, found, values, samples
         self._functions = [compiled_segment(job, segment, None) for segment in found]
-        draw = torch.Generator().manual_seed(0)
-        self._samples = [torch.randn(_ROWS, widths[segment.site], generator=draw).to(device, dtype) for segment in found]
         used = [{number for _, node in segment.nodes for number, _ in references(node)} for segment in found]
         made = [{number for number, _ in segment.nodes} for segment in found]
         edited = {
@@ -146,6 +156,8 @@ class _Run:
         of_constants = {number for number, node in enumerate(job.nodes) if node["do"] == "const" and number not in edited}
         later = [made[at] & set().union(*used[at + 1 :]) - of_constants for at in range(len(found))]
         self._gives = [[f"v{number}" for number in sorted(numbers)] for numbers in later]
+        for at, numbers in enumerate(made):
+            self._gives[at] += sorted(key for key in kept if int(key[1:].partition(".")[0]) in numbers)
         self._takes = [[f"v{number}" for number in sorted(used[at] - made[at] - of_constants)] for at in range(len(found))]
         self._edited = {job.nodes[number].get("tensor") for number in edited}
         #: The tensors of each part: where they are in its state, and their names.
@@ -157,37 +169,39 @@ class _Run:
             for at, segment in enumerate(found)
         ]
 
-    def _row(self, at: int, hidden: torch.Tensor, state: dict[str, Any]) -> Any:
-        """Return what a part makes of ``hidden``, ``[positions, hidden]``."""
-        return self._functions[at](hidden[None].clone(), None, state)[0]
+    def _row(self, at: int, leaves: Sequence[torch.Tensor], state: dict[str, Any]) -> list[torch.Tensor]:
+        """Return what a part makes of the tensors of one row, ``[1, ...]``; ``state`` has the other values, and gets those it gives."""
+        raise NotImplementedError
 
     def parts(self) -> dict[str, GraphPart]:
         """Return the traced parts by location."""
         kept: dict[str, torch.Tensor] = {}  # values for later parts, of each row
         parts: dict[str, GraphPart] = {}
         for at, segment in enumerate(self._segments):
-            tensors, takes = self._tensors[at], self._takes[at]
+            tensors, takes, samples = self._tensors[at], self._takes[at], self._samples[at]
             parameters = [place for place, key in tensors.items() if key in self._names]
             constants = [place for place, key in tensors.items() if key not in self._names]
             places = [*parameters, *takes, *constants]
 
-            def of_a_row(hidden: torch.Tensor, *given: torch.Tensor, at: int = at, places: list[str] = places) -> Any:
-                state = dict(zip(places, given, strict=True))
+            def of_a_row(*given: torch.Tensor, at: int = at, places: list[str] = places, count: int = len(samples)) -> Any:
+                state = dict(zip(places, given[count:], strict=True))
                 for place in state.keys() & self._tensors[at].keys():
                     if self._tensors[at][place] in self._edited:
                         state[place] = state[place].clone()
-                new = self._row(at, hidden[None], state)[0]
-                return new.to(hidden.dtype), *(state[key] for key in self._gives[at])
+                made = self._row(at, [leaf[None] for leaf in given[:count]], state)
+                new = [leaf[0].to(old.dtype) for leaf, old in zip(made, given[:count], strict=True)]
+                return *new, *(_of_state(state, key) for key in self._gives[at])
 
-            axes = (0,) * (1 + len(parameters) + len(takes)) + (None,) * len(constants)
-            given = [self._values[tensors[place]].expand(_ROWS, *self._values[tensors[place]].shape) for place in parameters]
+            axes = (0,) * (len(samples) + len(parameters) + len(takes)) + (None,) * len(constants)
+            given = [self._values[tensors[place]].expand(ROWS, *self._values[tensors[place]].shape) for place in parameters]
             given += [kept[key] for key in takes] + [self._values[tensors[place]] for place in constants]
-            called, sample = torch.vmap(of_a_row, in_dims=axes), self._samples[at]
-            graph, more, results = traced_on(called, [sample, *given], _line_of(segment))
-            if results[0].shape != sample.shape:
-                wrong = f"{list(results[0].shape[1:])} in the place of {list(sample.shape[1:])}"
-                raise ValueError(f"{_line_of(segment)} leaves {wrong} for each token at `{segment.site}`.")
-            kept |= dict(zip(self._gives[at], results[1:], strict=True))
+            called = torch.vmap(of_a_row, in_dims=axes)
+            graph, more, results = traced_on(called, [*samples, *given], _line_of(segment))
+            for result, sample in zip(results, samples, strict=False):
+                if result.shape != sample.shape:
+                    wrong = f"{list(result.shape[1:])} in the place of {list(sample.shape[1:])}"
+                    raise ValueError(f"{_line_of(segment)} leaves {wrong} for each token at `{segment.site}`.")
+            kept |= dict(zip(self._gives[at], results[len(samples) :], strict=True))
             gives = {key: kept[key][0] for key in self._gives[at]}
             others = [*(self._values[tensors[place]].detach() for place in constants), *more]
             asked = tuple(tensors[place] for place in parameters)
@@ -195,16 +209,42 @@ class _Run:
             parts[segment.site] = GraphPart(self._name, graph, asked, defaults, others, takes, gives)
         return parts
 
+
+def _of_state(state: Mapping[str, Any], key: str) -> torch.Tensor:
+    """Return the value that a part gives under this name."""
+    name, _, output = key.partition(".")
+    found: Any = state[name]
+    if isinstance(found, torch.Tensor):
+        return found
+    if not output:
+        raise ValueError("A part has several values for another one.")
+    value: torch.Tensor = found[int(output)]
+    return value
+
+
+class _Run(PartsOf):
+    """The parts of a program, and how they are run for rows of tokens."""
+
+    def __init__(self, program: GraphProgram, widths: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> None:
+        job, found = program.job, program.segments
+        values = {key: value.detach().to(device, _dtype_of(value, dtype)) for key, value in job.tensors.items()}
+        draw = torch.Generator().manual_seed(0)
+        samples = [[torch.randn(ROWS, widths[segment.site], generator=draw).to(device, dtype)] for segment in found]
+        super().__init__(program.name, job, found, program.defaults, values, samples)
+
+    def _row(self, at: int, leaves: Sequence[torch.Tensor], state: dict[str, Any]) -> list[torch.Tensor]:
+        return [self._functions[at](leaves[0][None].clone(), None, state)[0]]
+
     def check_rows(self) -> None:
         """Check that the program does the same to each token alone as to all of them; raise a :class:`ValueError` if not."""
         state = {f"const {key}": value for key, value in self._values.items()}
-        state, *alone = [{key: value.clone() for key, value in state.items()} for _ in range(1 + _ROWS)]
+        state, *alone = [{key: value.clone() for key, value in state.items()} for _ in range(1 + ROWS)]
         with torch.no_grad():
             for at, segment in enumerate(self._segments):
-                sample = self._samples[at]
+                (sample,) = self._samples[at]
                 try:
-                    together = self._row(at, sample, state)
-                    each = torch.cat([self._row(at, sample[row : row + 1], alone[row]) for row in range(_ROWS)])
+                    (together,) = self._row(at, [sample], state)
+                    each = torch.cat([self._row(at, [sample[row : row + 1]], alone[row])[0] for row in range(ROWS)])
                 except Exception as error:
                     raise ValueError(
                         f"{_line_of(segment)} failed on a value {list(sample.shape)} at `{segment.site}`: {type(error).__name__}: {error}"

@@ -144,7 +144,8 @@ class Bookkeeping:
             run.seen += 1
             run.steps += 1
         step = last.step
-        last.step = self._runner.link.step(self._runner, () if step is None else step.parts, step)
+        changed = step is not None and step.settle()
+        last.step = self._runner.link.step(self._runner, () if step is None else step.parts, None if changed else step)
         return last.step
 
     def _another(self, total: int, names: list[str], positions: list[int], size: int, spans: Spans) -> EngineStep | None:
@@ -157,6 +158,8 @@ class Bookkeeping:
         # Values that are only read can be joined over several steps, and rows that come again after a preemption are left out.
         patient = runner.tapped is not None and not runner.tapped.locations
         parts = _parts(self.runs, found, total, len(names), patient) if self.runs else []
+        for part in parts:
+            part.run.settle(part.tokens.size == 1 and part.ends)
         step: EngineStep | None = runner.link.step(runner, parts)
         steered = sum(span.request in self.slots for span in found)
         # Each request has one token, of which its block has had no values before, and another is sampled for it.

@@ -18,6 +18,7 @@ from ...compat import Interleaver
 from ...runtime.errors import EarlyStopException, OutOfOrderError
 from ...runtime.interleaver import active_run
 from ...runtime.mediator import Mediator
+from ..blocks.stepping import BlockPrograms, Steps
 from ..steering.graph_functions import EditFunction
 from ..steering.graph_programs import GraphProgram
 from ..steering.tables import TABLES, Steering, edits_of, salt_of
@@ -41,6 +42,7 @@ class RequestLimits:
     functions: Mapping[str, EditFunction] = field(default_factory=dict)  # in the graph, by name
     programs: Mapping[str, GraphProgram] = field(default_factory=dict)  # likewise
     stopping: Stopping | None = None  # makes edits and programs of requests for the places where it stops
+    blocks: BlockPrograms | None = None  # programs of blocks; none on several devices
 
 
 class Stopping(Protocol):
@@ -89,6 +91,7 @@ class RequestRun(Interleaver):
         self.visited: dict[str, None] = {}  # locations at which a block was served, in order
         self.steering: dict[str, Steering] = {}  # edits of the hidden state at every token, by location
         self.programs: list[ProgramUse] = []  # that are not in the graph
+        self.stepping: Steps | None = None  # lets the block go on as a program, if it may
         self.skips = _NoSkips()
         self.call_together: Callable[..., Any] | None = None  # calls a module on all devices, where they listen
         self.check_replacement = RequestReplacements(limits.captured)
@@ -171,7 +174,8 @@ class RequestRun(Interleaver):
 
     @functools.cached_property
     def uses(self) -> list[ProgramUse]:
-        """What the engine stops for: edits, if they are not in its graph, and programs. To be asked once the request has begun."""
+        """What the engine stops for: edits, if they are not in its graph, and programs, also that of a block that is parked. To be asked
+        once the request has begun."""
         stopping, uses = self.limits.stopping, list[ProgramUse]()
         for location, steering in self.steering.items():
             if stopping is None or self.limits.steered is not None:
@@ -180,7 +184,10 @@ class RequestRun(Interleaver):
             for name in (TABLES, *self.limits.functions):  # in the order in which they are in a graph
                 if name in parts:
                     uses.append(ProgramUse(stopping.of_edit(location, name, steering.rank), parts[name], steering.start))
-        return [*uses, *self.programs]
+        uses += self.programs
+        if self.stepping is not None and self.stepping.program is not None:  # behind these, as a block is
+            uses.append(ProgramUse(self.stepping.program, self.stepping.parameters, 0, self.stepping))
+        return uses
 
     @functools.cached_property
     def stops(self) -> frozenset[str]:
@@ -236,14 +243,46 @@ class RequestRun(Interleaver):
             return value
         self.visited[location] = None
         view = RowView(rows, location, value, self.kept.get(location, ()))
+        copied = None if self.stepping is None else self.stepping.stopped(view.value)
         left = self._guarded(self.handle, location, view.value, otherwise=view)
         if left is view:
             return value
+        if copied is not None and self.stepping is not None:
+            self.stepping.left(location, copied, left)
         if location not in self.limits.captured:
             return self._guarded(view.put_back, left, otherwise=value)
         if self.error is None and view.is_changed(left):
             self.fail(read_only(location))
         return value
+
+    def settle(self, single: bool) -> bool:
+        """Let the block go on as a program in the next step, or as Python again; return whether it has changed.
+
+        ``single`` says whether the step has one row of the request, behind those that the block has had.
+        """
+        if self.stepping is None or self.error is not None:
+            return False
+        alone = sum(mediator.alive for mediator in self.mediators) == 1 and not self.observers
+        changed = self.stepping.settle(self.steps - 1, single and self.steps > 1, alone)
+        if changed:
+            self._forget_uses()
+        return changed
+
+    def _forget_uses(self) -> None:
+        for name in ("uses", "stops"):
+            self.__dict__.pop(name, None)
+
+    def _resume(self) -> None:
+        """Let a block that is parked be where it would be."""
+        if self.stepping is not None:
+            self.stepping.unwatch()
+        if self.stepping is not None and self.stepping.program is not None:
+            self.stepping.resume(self.steps)
+            self._forget_uses()
+
+    def cancel(self) -> None:
+        self._resume()
+        super().cancel()
 
     def keep(self, location: str, value: Any, rows: RequestRows) -> None:
         """Keep the request's rows of a captured value until the rest of its prompt has run; ``None`` if it was not available."""
@@ -251,6 +290,7 @@ class RequestRun(Interleaver):
 
     def conclude(self, result: Any) -> None:
         """Offer the result, and end the blocks."""
+        self._resume()
         if self.error is None:
             self._guarded(self.handle, "result", result)
         if self.error is None:
@@ -259,6 +299,7 @@ class RequestRun(Interleaver):
 
     def fail(self, error: BaseException) -> None:
         """End the run with ``error``, raised in the blocks at the lines where they wait."""
+        self._resume()
         for mediator in self.mediators:
             if mediator.waiting is not None and self.error is None:
                 self._guarded(mediator.throw, error)

@@ -8,12 +8,15 @@ step. No Python of a block runs.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils import _pytree as pytree
 
+from ..blocks.recording import StepProgram
+from ..blocks.stepping import Steps
 from ..steering.graph_parts import GraphPart, is_layer
 from ..steering.graph_programs import module_of
 
@@ -30,12 +33,24 @@ class StopProgram:
 
 
 @dataclass(frozen=True, eq=False)
+class BlockProgram(StopProgram):
+    """What blocks that are parked do in a step, as it was ``recorded``."""
+
+    recorded: StepProgram | None = None
+
+    @classmethod
+    def of(cls, recorded: StepProgram) -> BlockProgram:
+        return cls(recorded.parts, "", recorded)
+
+
+@dataclass(frozen=True, eq=False)
 class ProgramUse:
-    """A program that a request runs, with its parameters, from position ``start`` on."""
+    """A program that a request runs, with its parameters, from position ``start`` on; ``steps`` are those of the block that it does."""
 
     program: StopProgram
     parameters: Mapping[str, torch.Tensor]
     start: int
+    steps: Steps | None = None
 
 
 class _Group:
@@ -72,18 +87,72 @@ class _Group:
         self._rows = rows.to(device)
         return self._rows
 
-    def run(self, location: str, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Return the new hidden states of its rows, which are ``hidden``; ``None`` if it has none in this step."""
-        part = self.program.parts[location]
-        if not len(hidden):
-            return None
-        new, *kept = part(hidden, *(self._parameters[name] for name in part.parameters), *(self._kept[name] for name in part.takes))
-        self._kept |= dict(zip(part.gives or (), kept, strict=True))
-        return new
+    def run(self, location: str, value: Any, sampling: bool) -> Any:
+        """Return ``value`` with the new hidden states of its rows; ``sampling`` says whether it has one row for each request."""
+        pair = not isinstance(value, torch.Tensor)
+        first = (value[0] if pair else value).clone()
+        residual = value[1] if pair and is_layer(module_of(location)) else None
+        rows = self._fill(first.device) if self._rows is None else self._rows
+        if not len(rows):
+            return value
+        mine = first[rows]
+        beside = None if residual is None else residual[rows]
+        hidden = mine if beside is None else mine + beside
+        (new,) = self._made(location, [hidden])
+        first[rows] = new if beside is None else mine + (new - hidden)
+        return (first, *value[1:]) if pair else first
 
-    def rows(self, device: torch.device) -> torch.Tensor:
-        """Return the numbers of its rows."""
-        return self._fill(device) if self._rows is None else self._rows
+    def _made(self, location: str, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return what its part makes of the tensors of its rows; keep the values for later parts."""
+        part = self.program.parts[location]
+        found = part(*leaves, *(self._parameters[name] for name in part.parameters), *(self._kept[name] for name in part.takes))
+        self._kept |= dict(zip(part.gives or (), found[len(leaves) :], strict=True))
+        return list(found[: len(leaves)])
+
+
+class _BlockGroup(_Group):
+    """The requests of a step whose blocks do the same, each with one row."""
+
+    program: BlockProgram
+    _versions = 0  # of the parameters, which Python of other requests may edit in the same step
+
+    def run(self, location: str, value: Any, sampling: bool) -> Any:
+        recorded = self.program.recorded
+        assert recorded is not None
+        leaves, structure = pytree.tree_flatten(value)
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        versions = sum([tensor._version for _, use in self.members for tensor in use.parameters.values()])
+        if self._rows is None or versions != self._versions:
+            self._versions = versions
+            device = self._fill(leaves[places[0]].device).device
+            starts = [[part.tokens.start, part.request.start] for part, _ in self.members]
+            self._of_both = [_indices(numbers, device) for numbers in zip(*starts, strict=True)]
+        rows = self._of_both[sampling]
+        first = self.members[0][0]
+        total = (first.request if sampling else first.tokens).total
+        if any(len(leaves[place]) != total for place in places):
+            raise ValueError(f"`{location}` has a tensor with other rows than those of the step.")
+        new = self._made(location, [leaves[place][rows].clone() for place in places])
+        for number in recorded.edited.get(location, ()):
+            leaf = leaves[places[number]]
+            with torch.inference_mode(leaf.is_inference()):
+                leaf[rows] = new[number]
+        for number in recorded.replaced.get(location, ()):
+            leaf = leaves[places[number]] = leaves[places[number]].clone()
+            leaf[rows] = new[number]
+        if location == recorded.last:
+            for row, (_, use) in enumerate(self.members):
+                if use.steps is not None:
+                    use.steps.take(self._kept, row)
+        return pytree.tree_unflatten(leaves, structure) if location in recorded.replaced else value
+
+
+def _indices(numbers: Sequence[int], device: torch.device) -> Any:
+    """Return an index of these rows: a slice, if they follow one another."""
+    first = numbers[0]
+    if list(numbers) == list(range(first, first + len(numbers))):
+        return slice(first, first + len(numbers))
+    return torch.tensor(numbers, device=device)
 
 
 class StepPrograms:
@@ -97,7 +166,8 @@ class StepPrograms:
                 # How many come before it at its locations: requests may have the same programs in different orders.
                 number = max(before[location] for location in use.program.parts)
                 before |= Counter(dict.fromkeys(use.program.parts, number + 1))
-                groups.setdefault((number, use.program), _Group(use.program)).members.append((part, use))
+                kind = _BlockGroup if use.steps is not None else _Group
+                groups.setdefault((number, use.program), kind(use.program)).members.append((part, use))
         self._groups = [groups[key] for key in sorted(groups, key=lambda key: key[0])]
         self.locations = frozenset(location for group in self._groups for location in group.program.parts)
         self.begin()
@@ -107,24 +177,14 @@ class StepPrograms:
         for group in self._groups:
             group.begin()
 
-    def run(self, location: str, value: Any) -> Any:
-        """Return ``value`` as the programs leave it; a program that fails ends its requests."""
-        pair = not isinstance(value, torch.Tensor)
-        first = (value[0] if pair else value).clone()
-        residual = value[1] if pair and is_layer(module_of(location)) else None
+    def run(self, location: str, value: Any, sampling: bool) -> Any:
+        """Return ``value`` as the programs leave it; a program that fails ends its requests. See :meth:`_Group.run`."""
         for group in self._groups:
             if location not in group.program.parts:
                 continue
-            rows = group.rows(first.device)
-            mine = first[rows]
-            beside = None if residual is None else residual[rows]
-            hidden = mine if beside is None else mine + beside
             try:
-                new = group.run(location, hidden)
+                value = group.run(location, value, sampling)
             except Exception as error:
                 for part, _ in group.members:
                     part.run.fail(error)
-                continue
-            if new is not None:
-                first[rows] = new if beside is None else mine + (new - hidden)
-        return (first, *value[1:]) if pair else first
+        return value

@@ -49,6 +49,10 @@ class EngineStep:
         self.programs.begin()
         return self
 
+    def settle(self) -> bool:
+        """Let blocks go on as programs, or as Python again; return whether one has changed."""
+        return any([part.run.settle(part.tokens.size == 1 and part.ends) for part in self.parts])  # noqa: C419 - each of them is to settle
+
     @property
     def mediators(self) -> list[Any]:
         """The blocks of all requests."""
@@ -65,7 +69,7 @@ class EngineStep:
             return value
         with ordinary():
             if location in self.programs.locations:
-                value = self.programs.run(location, value)
+                value = self.programs.run(location, value, self._sampling)
             for run, tokens, request, _ in self.parts:
                 if run.error is None:
                     value = run.meet(location, value, request if self._sampling else tokens)

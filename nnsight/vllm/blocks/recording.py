@@ -1,0 +1,258 @@
+"""The body of a loop over steps, recorded once on fakes of one step, and its parts for the rows of many requests.
+
+In a step behind the prompt each request has one row, so a body sees values ``[1, channels]``, with whatever it does to positions. It is
+recorded (:mod:`~nnsight.program.record.recorder`) on fakes of these, and its nodes at each location are traced under ``torch.vmap``:
+requests are the batch of vmap, so none sees another one's row. Tensors with at most one dimension, and floats, that the body finds under
+a name are parameters, with a row for each request. Everything else from outside is part of the program.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+from ...program.baking import Segment, segments
+from ...program.format.errors import InvalidProgramError
+from ...program.format.operators import DRAWING, is_in_place, is_view
+from ...program.format.payload import Job
+from ...program.format.trees import write_tree
+from ...program.record.demands import whole_lists
+from ...program.record.inputs import NamedInputs
+from ...program.record.listening import Operators, RecordingInterleaver, RecordingMediator
+from ...program.record.printing import listening
+from ...program.record.pruning import pruned
+from ...program.record.recorder import Recorder
+from ...runtime.rows.fakes import quiet_fakes
+from ...tracing import Block, Scope
+from ..steering.graph_parts import GraphPart
+from ..steering.graph_programs import ROWS, PartsOf
+from .plain import Loop, NotPlainError
+
+#: Kinds of nodes that a step can have.
+_KINDS = frozenset({"read", "write", "const", "op", "size"})
+
+
+@dataclass(frozen=True, eq=False)
+class StepProgram:
+    """What the body of a loop does in a step.
+
+    Attributes:
+        loop: The loop, without the values that its body found outside.
+        parts: By location, in order. A part takes and returns the tensors of the value there, then as :class:`GraphPart`.
+        replaced: By location, the tensors of the value that are replaced, and not edited in place.
+        edited: By location, those that are edited in place.
+        parameters: Names of the variables whose values are rows of tables.
+        added: What the body appends to lists, by name; values of parts have the place of tensors, see :class:`Made`.
+    """
+
+    loop: Loop
+    parts: Mapping[str, GraphPart]
+    replaced: Mapping[str, Sequence[int]]
+    edited: Mapping[str, Sequence[int]]
+    parameters: Sequence[str]
+    added: Mapping[str, Sequence[Any]]
+
+    @property
+    def last(self) -> str:
+        """The location at which a step is done."""
+        return list(self.parts)[-1]
+
+
+class Made:
+    """The place of a tensor that a part gives, by the ``name`` of the value; the block gets it as a tensor of a kind like ``like``."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._like: tuple[Any, dict[str, Any]] = torch.Tensor, {}
+
+    def take_kind(self, like: torch.Tensor) -> None:
+        """Make tensors of the class of ``like``, with its attributes."""
+        self._like = type(like), dict(vars(like))
+
+    def dressed(self, value: torch.Tensor) -> torch.Tensor:
+        """Return ``value`` as the block gets it."""
+        kind, attributes = self._like
+        if kind is not torch.Tensor:
+            value = value.as_subclass(kind)
+            vars(value).update(attributes)
+        return value
+
+
+def recorded(block: Block, loop: Loop, names: dict[str, Any], values: Mapping[str, Any], tree: Any) -> StepProgram:
+    """Record the body of the ``loop`` of ``block``, and trace its parts.
+
+    Args:
+        block: The block.
+        loop: Its loop.
+        names: The globals of the block.
+        values: The value at each location of a step, with one row, in the order in which the block got there.
+        tree: The modules of the model.
+
+    Raises:
+        NotPlainError: If it cannot be a program.
+    """
+    try:
+        job, added, fixed = _record(block.only(loop.body), loop.used, names, values, tree)
+        _check(job)
+        return _traced(job, added, fixed, loop, values)
+    except (InvalidProgramError, ValueError, RuntimeError, NotImplementedError) as error:
+        raise NotPlainError(str(error)) from error
+
+
+def _record(
+    block: Block, used: Mapping[str, Any], names: dict[str, Any], values: Mapping[str, Any], tree: Any
+) -> tuple[Job, dict[str, list[Any]], set[str]]:
+    """Return the job of a body, what it appends to lists, by name, and the names that are no inputs."""
+    recorder: Any = Recorder(for_others=True)
+    leaves = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    recorder.model = types.SimpleNamespace(weights={}, by_path={}, device=leaves[0].device, storages=set)
+    exact = all(leaf.dtype == torch.float32 for leaf in leaves if leaf.is_floating_point())  # elsewhere a float would be rounded first
+    variables = {name: list(value) if type(value) is list else value for name, value in used.items()}
+    recorder._common = NamedInputs(block, {key: value for key, value in variables.items() if exact or type(value) is not float})
+    scope = Scope({name: types.CellType() for name in block.shared})
+    for name, value in variables.items():
+        if name in scope.cells:
+            scope.cells[name].cell_contents = value
+    globals_of_body = {**names, **{name: value for name, value in variables.items() if name not in scope.cells}}
+    function = block.bind(scope, None, globals_of_body)
+    mediator: Any = RecordingMediator(recorder, function)
+    run: Any = RecordingInterleaver(recorder, [mediator])
+    run.tree, run.recorder = tree, recorder
+    recorder.runs.append({"call": "trace", "args": {"list": []}, "kwargs": {"dict": []}})
+    order = list(values)
+    with torch.inference_mode(False), torch.no_grad(), quiet_fakes, whole_lists, recorder.mode:
+        with recorder.paused():
+            fake = lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)  # noqa: E731
+            fakes = pytree.tree_map_only(torch.Tensor, fake, dict(values))
+        recorder.running = True
+        try:
+            with Operators(recorder), recorder, recorder.checked_functions(), listening(recorder.prints), run:
+                while mediator.waiting is not None:
+                    location = mediator.waiting[0]
+                    if not order or order.pop(0) != location:
+                        raise NotPlainError(f"it did not ask for `{location}` in the step before")
+                    run.handle(location, fakes[location])
+            recorder.runs, recorder.nodes = recorder.with_blocks()
+            recorder._finish_inputs()
+            added = {name: made[len(used[name]) :] for name, made in variables.items() if type(made) is list}
+            trees = {name: write_tree(made, functools.partial(recorder._saved, name)) for name, made in added.items() if made}
+            job, numbers = pruned(recorder.runs, recorder.nodes, recorder._roots, trees, recorder.tensors)
+            places = {id(fake): (fake, f"v{numbers[node]}", output) for fake, (node, output) in recorder._refs.items() if node in numbers}
+        finally:
+            recorder.running = False
+
+    def place(leaf: Any) -> Any:
+        if not isinstance(leaf, FakeTensor):
+            return leaf
+        _, name, output = places[id(leaf)]
+        return Made(f"{name}.{output}")
+
+    return job, {name: [pytree.tree_map(place, item) for item in made] for name, made in added.items() if made}, set(recorder.fixed)
+
+
+def _check(job: Job) -> None:
+    """Raise unless a job has only what a step can do."""
+    roots, place, site = _roots(job), list[str](), ""
+    for number, node in enumerate(job.nodes):
+        line = f"line {node.get('line', '?')}"
+        if node["do"] not in _KINDS or node.get("name") in DRAWING or "key" in node or "inside" in node or node.get("at"):
+            raise NotPlainError(f"{line} has `{node.get('name', node['do'])}`, which a step of many requests cannot do")
+        site = node.get("site", site)
+        place.append(site)
+        if node["do"] == "op" and is_in_place(node["name"]) and place[roots[number]] != site:
+            raise NotPlainError(f"{line} edits a value in place that was made at another location")
+
+
+def _roots(job: Job) -> list[int]:
+    """Return, for each node, the one whose memory its value is in."""
+    roots: list[int] = []
+    for number, node in enumerate(job.nodes):
+        of = node["do"] == "op" and (is_view(node["name"]) or is_in_place(node["name"]))
+        roots.append(roots[node["args"][0]["ref"][0]] if of else number)
+    return roots
+
+
+def _traced(job: Job, added: dict[str, list[Any]], fixed: set[str], loop: Loop, values: Mapping[str, Any]) -> StepProgram:
+    used, found = loop.used, list(segments(job))
+    parameters = [
+        name
+        for name, tensor in job.tensors.items()
+        if name in used and name not in fixed and tensor.dim() <= 1 and isinstance(used[name], (float, torch.Tensor))
+    ]
+    samples = [[leaf for leaf in pytree.tree_leaves(values[segment.site]) if isinstance(leaf, torch.Tensor)] for segment in found]
+    if any(leaf.shape[:1] != (1,) for leaves in samples for leaf in leaves):
+        raise NotPlainError("a value has other rows than those of the request")
+    kept = {place.name for place in pytree.tree_leaves(list(added.values())) if isinstance(place, Made)}
+    roots = _roots(job)
+    if len({roots[int(name[1:].partition(".")[0])] for name in kept}) < len(kept):
+        raise NotPlainError("it appends values that share memory")
+    parts = _Parts(job, found, parameters, values, samples, kept).parts()
+    writes: list[dict[str, list[int]]] = [{}, {}]
+    for node in job.nodes:
+        if node["do"] == "write":
+            at = [place for place, leaf in enumerate(pytree.tree_leaves(values[node["site"]])) if isinstance(leaf, torch.Tensor)]
+            writes[bool(node.get("in_place"))].setdefault(node["site"], []).append(at.index(node["leaf"]))
+    if any(set(writes[0].get(site, ())) & set(places) for site, places in writes[1].items()):
+        raise NotPlainError("it edits a value in place and replaces it")
+    return StepProgram(loop._replace(used=dict.fromkeys(used)), parts, writes[0], writes[1], parameters, added)
+
+
+class _Parts(PartsOf):
+    """The parts of a body; ``kept`` are names of the values that they give, for lists."""
+
+    def __init__(
+        self, job: Job, found: list[Segment], names: list[str], values: Mapping[str, Any], samples: list[list[torch.Tensor]], kept: set[str]
+    ) -> None:
+        self._forms = [pytree.tree_flatten(values[segment.site]) for segment in found]
+        tensors = {key: value.detach() for key, value in job.tensors.items()}
+        rows = [[leaf.expand(ROWS, *leaf.shape[1:]) for leaf in leaves] for leaves in samples]
+        super().__init__("block", job, found, names, tensors, rows, kept)
+
+    def _row(self, at: int, leaves: Sequence[torch.Tensor], state: dict[str, Any]) -> list[torch.Tensor]:
+        known, structure = self._forms[at]
+        given = iter(leaves)
+        value = pytree.tree_unflatten([next(given).clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in known], structure)
+        return [leaf for leaf in pytree.tree_leaves(self._functions[at](value, None, state)) if isinstance(leaf, torch.Tensor)]
+
+
+# -- the comparison with Python --------------------------------------------------------------------------------------------
+
+
+def compare(program: StepProgram, used: Mapping[str, Any], watched: Mapping[str, tuple[Any, Any]]) -> None:
+    """Raise :class:`.plain.NotPlainError` unless a program does what the Python of the block has done in a step.
+
+    ``watched`` has the values before and behind the block, by location. ``used`` is what the block finds outside; its lists end with
+    what it has appended.
+    """
+    state: dict[str, torch.Tensor] = {}
+    for location, part in program.parts.items():
+        before, left = ([leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)] for value in watched[location])
+        given = [torch.as_tensor(used[name], dtype=part.defaults[name].dtype)[None] for name in part.parameters]
+        found = part(*[leaf.clone() for leaf in before], *given, *(state[name] for name in part.takes))
+        state |= dict(zip(part.gives or (), found[len(left) :], strict=True))
+        if not all(map(_close, found, left)):
+            raise NotPlainError(f"its program does something else at `{location}`")
+    for name, added in program.added.items():
+        mine, structure = pytree.tree_flatten(list(added))
+        theirs, other = pytree.tree_flatten(used[name][-len(added) :])
+        pairs = [(one, real) for one, real in zip(mine, theirs, strict=False) if isinstance(one, Made)]
+        if other != structure or not all(_close(state[one.name][0], real) for one, real in pairs):
+            raise NotPlainError(f"its program appends something else to `{name}`")
+        for one, real in pairs:
+            one.take_kind(real)
+
+
+def _close(mine: torch.Tensor, theirs: Any) -> bool:
+    """Whether two tensors differ by rounding at most."""
+    if not isinstance(theirs, torch.Tensor) or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+        return False
+    exact = mine.dtype in (torch.float32, torch.float64) or not mine.is_floating_point()
+    scale = float(theirs.abs().amax()) if theirs.numel() else 0.0
+    return torch.allclose(mine, theirs, rtol=1e-4 if exact else 2e-2, atol=(1e-5 if exact else 1e-2) * scale, equal_nan=True)

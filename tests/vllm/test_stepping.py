@@ -157,6 +157,14 @@ def _logits_and_samples(model: VLLM, vector: torch.Tensor, saved: list[Any]) -> 
     return tracer.report
 
 
+def _read_only(model: VLLM, vector: torch.Tensor, saved: list[Any]) -> Any:
+    with model.trace(PROMPTS[0], **LONG) as tracer:
+        for _ in tracer.iter[:]:
+            saved.append(model.model.layers[1].output)
+            saved.append(model.model.layers[2].residual * vector)
+    return tracer.report
+
+
 FORMS = [_last_position, _mean_of_positions, _all_layers, _in_a_branch, _an_input, _logits_and_samples]
 
 
@@ -172,6 +180,18 @@ def test_programs_do_what_python_does(model: VLLM, vector: torch.Tensor, monkeyp
     for mine, theirs in zip(*map(pytree.tree_leaves, found), strict=True):
         assert type(mine) is type(theirs)
         close(*(tensor.as_subclass(torch.Tensor) for tensor in (mine, theirs)))
+
+
+@pytest.fixture(scope="module")
+def captured(folder: Path) -> VLLM:
+    return VLLM(folder, **OPTIONS, captures=["model.layers.*"])
+
+
+def test_captured_values_are_read_by_programs(captured: VLLM, vector: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_programs_do_what_python_does(captured, vector, monkeypatch, _read_only)
+    with pytest.raises(ValueError, match="this engine captures it"), captured.trace(PROMPTS[0], **LONG) as tracer:
+        for _ in tracer.iter[:]:
+            captured.model.layers[1].residual += vector
 
 
 # -- beside others -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ...program.baking import Segment, segments
-from ...program.format.errors import InvalidProgramError
+from ...program.format.errors import NotExpressibleError
 from ...program.format.operators import DRAWING, is_in_place, is_view
 from ...program.format.payload import Job
 from ...program.format.trees import write_tree
@@ -99,11 +100,17 @@ def recorded(block: Block, loop: Loop, names: dict[str, Any], values: Mapping[st
         NotPlainError: If it cannot be a program.
     """
     try:
-        job, added, fixed = _record(block.only(loop.body), loop.used, names, values, tree)
-        _check(job)
-        return _traced(job, added, fixed, loop, values)
-    except (InvalidProgramError, ValueError, RuntimeError, NotImplementedError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Python says them
+            job, added, fixed = _record(block.only(loop.body), loop.used, names, values, tree)
+            _check(job)
+            return _traced(job, added, fixed, loop, values)
+    except NotPlainError:
+        raise
+    except NotExpressibleError as error:
         raise NotPlainError(str(error)) from error
+    except Exception as error:  # whatever it is, the block can go on as Python
+        raise NotPlainError(f"it cannot be recorded: {type(error).__name__}: {error}") from error
 
 
 def _record(
@@ -144,9 +151,10 @@ def _record(
             added = {name: made[len(used[name]) :] for name, made in variables.items() if type(made) is list}
             trees = {name: write_tree(made, functools.partial(recorder._saved, name)) for name, made in added.items() if made}
             job, numbers = pruned(recorder.runs, recorder.nodes, recorder._roots, trees, recorder.tensors)
+            fixed = set(recorder.fixed)
             places = {id(fake): (fake, f"v{numbers[node]}", output) for fake, (node, output) in recorder._refs.items() if node in numbers}
         finally:
-            recorder.running = False
+            vars(recorder).clear()  # its parts refer to it
 
     def place(leaf: Any) -> Any:
         if not isinstance(leaf, FakeTensor):
@@ -154,7 +162,7 @@ def _record(
         _, name, output = places[id(leaf)]
         return Made(f"{name}.{output}")
 
-    return job, {name: [pytree.tree_map(place, item) for item in made] for name, made in added.items() if made}, set(recorder.fixed)
+    return job, {name: [pytree.tree_map(place, item) for item in made] for name, made in added.items() if made}, fixed
 
 
 def _check(job: Job) -> None:

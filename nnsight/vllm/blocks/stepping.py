@@ -156,6 +156,11 @@ class Steps:
         if self._watched is not None:
             self._watched = self._known.watcher = None
 
+    def close(self) -> None:
+        """Keep nothing of the block, which has ended, but the report."""
+        self.unwatch()
+        self._cells, self._globals, self._others, self.parameters = {}, {}, (), {}
+
     # -- programs --------------------------------------------------------------------------------------------------------
 
     def _lookup(self, name: str) -> Any:

@@ -13,6 +13,7 @@ later part uses waits in a buffer with a row for each token.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from ...program.baking import Segment, compiled_segment, segments
 from ...program.format.errors import InvalidProgramError
 from ...program.format.operators import DRAWING, is_in_place
 from ...program.format.payload import Job
-from ...program.format.trees import is_ref, references
+from ...program.format.trees import is_ref, references, with_references
 from ...program.program import Program
 from .graph_functions import fitted, traced_on
 from .graph_parts import GraphPart
@@ -177,6 +178,7 @@ class PartsOf:
         """Return the traced parts by location."""
         kept: dict[str, torch.Tensor] = {}  # values for later parts, of each row
         parts: dict[str, GraphPart] = {}
+        graphs: dict[str, torch.fx.GraphModule] = {}
         for at, segment in enumerate(self._segments):
             tensors, takes, samples = self._tensors[at], self._takes[at], self._samples[at]
             parameters = [place for place, key in tensors.items() if key in self._names]
@@ -195,8 +197,14 @@ class PartsOf:
             axes = (0,) * (len(samples) + len(parameters) + len(takes)) + (None,) * len(constants)
             given = [self._values[tensors[place]].expand(ROWS, *self._values[tensors[place]].shape) for place in parameters]
             given += [kept[key] for key in takes] + [self._values[tensors[place]] for place in constants]
-            called = torch.vmap(of_a_row, in_dims=axes)
-            graph, more, results = traced_on(called, [*samples, *given], _line_of(segment))
+            like = self._likeness(at, parameters, constants, [*samples, *given])
+            more: list[torch.Tensor] = []
+            if like in graphs:  # a loop over layers has the same part at each
+                graph, results = graphs[like], graphs[like](*samples, *given)
+            else:
+                graph, more, results = traced_on(torch.vmap(of_a_row, in_dims=axes), [*samples, *given], _line_of(segment))
+            if not more:
+                graphs[like] = graph
             for result, sample in zip(results, samples, strict=False):
                 if result.shape != sample.shape:
                     wrong = f"{list(result.shape[1:])} in the place of {list(sample.shape[1:])}"
@@ -208,6 +216,28 @@ class PartsOf:
             defaults = {key: self._values[key] for key in asked}
             parts[segment.site] = GraphPart(self._name, graph, asked, defaults, others, takes, gives)
         return parts
+
+
+    def _likeness(self, at: int, parameters: list[str], constants: list[str], given: list[torch.Tensor]) -> str:
+        """Return a text that is the same for parts whose graphs are: their nodes, with numbers and names in their order here."""
+        numbers: dict[int, int] = {}
+        names: dict[str, int] = {}
+
+        def renumbered(node: int, output: int) -> Any:
+            return {"ref": [numbers.setdefault(node, len(numbers)), output]}
+
+        nodes = []
+        for number, node in self._segments[at].nodes:
+            numbers.setdefault(number, len(numbers))
+            shown = {key: value for key, value in node.items() if key not in ("site", "line", "run", "block")}
+            if "tensor" in shown:
+                shown["tensor"] = names.setdefault(shown["tensor"], len(names))
+            nodes.append(with_references(shown, renumbered))
+        keys = [key[1:].partition(".") for key in (*self._takes[at], *self._gives[at])]
+        values = [(numbers.setdefault(int(number), len(numbers)), output) for number, _, output in keys]
+        tensors = [[names.setdefault(self._tensors[at][place], len(names)) for place in places] for places in (parameters, constants)]
+        forms = [(list(tensor.shape), str(tensor.dtype), str(tensor.device)) for tensor in given]
+        return json.dumps([nodes, values, len(self._takes[at]), tensors, forms])
 
 
 def _of_state(state: Mapping[str, Any], key: str) -> torch.Tensor:

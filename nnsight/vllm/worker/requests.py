@@ -274,8 +274,6 @@ class RequestRun(Interleaver):
 
     def _resume(self) -> None:
         """Let a block that is parked be where it would be."""
-        if self.stepping is not None:
-            self.stepping.unwatch()
         if self.stepping is not None and self.stepping.program is not None:
             self.stepping.resume(self.steps)
             self._forget_uses()
@@ -283,6 +281,8 @@ class RequestRun(Interleaver):
     def cancel(self) -> None:
         self._resume()
         super().cancel()
+        if self.stepping is not None:
+            self.stepping.close()
 
     def keep(self, location: str, value: Any, rows: RequestRows) -> None:
         """Keep the request's rows of a captured value until the rest of its prompt has run; ``None`` if it was not available."""

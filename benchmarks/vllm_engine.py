@@ -18,7 +18,7 @@ Rows are one of these:
 * *program*: every request steered by a program of the graph, at one layer or at all layers; sixteen requests, with parameters of their
   own, or with four programs; and by a program of the request, at a tap;
 * *handoff*: every request with a block that adds a vector at the tap, at every token. It has to be faster than vLLM's eager engine, which
-  does nothing;
+  does nothing; and the same block as the program that it becomes;
 * *Python in a step*: microseconds that this package needs to assign the rows of a step to eight requests.
 
 In every round each contender generates the same tokens once, in an order shuffled anew. A ratio is the median over the rounds of the ratio
@@ -34,6 +34,7 @@ import argparse
 import functools
 import gc
 import json
+import math
 import os
 import platform
 import random
@@ -45,6 +46,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 # Pages of 4 KB lie anywhere, and an engine whose weights lie badly is several percent slower than another one of the same kind.
 if __name__ == "__main__" and "GLIBC_TUNABLES" not in os.environ:
@@ -62,6 +64,7 @@ from tqdm.auto import tqdm
 
 from nnsight import LanguageModel, Program, demo
 from nnsight.vllm import VLLM
+from nnsight.vllm.blocks import stepping
 from nnsight.vllm.worker import hooks
 from nnsight.vllm.worker.bookkeeping import Bookkeeping
 
@@ -243,14 +246,15 @@ def reading(model: VLLM, sampling: dict[str, Any], numbers: list[int]) -> None:
                         kept.append(layer.output)
 
 
-def editing(model: VLLM, sampling: dict[str, Any], vector: torch.Tensor, number: int) -> None:
-    """Run requests with a block that adds a vector after a layer, at each token."""
-    layer = layers_of(model)[number]
-    with model.trace(**sampling) as tracer:
+def editing(model: VLLM, sampling: dict[str, Any], vector: torch.Tensor, numbers: list[int], stops: float) -> None:
+    """Run requests with a block that adds a vector after layers, at each token; it goes on as a program after ``stops``."""
+    layers = [layers_of(model)[number] for number in numbers]
+    with mock.patch.object(stepping, "STOPS", stops), model.trace(**sampling) as tracer:
         for each in range(REQUESTS):
             with tracer.invoke(PROMPTS[each]):
                 for _ in tracer.iter[: sampling["max_tokens"]]:
-                    layer.residual += vector
+                    for layer in layers:
+                        layer.residual += vector
 
 
 def programmed(model: VLLM, sampling: dict[str, Any], programs: list[Any], parameters: list[dict[str, Any]], count: int = REQUESTS) -> None:
@@ -292,7 +296,10 @@ def rows_of(shape: str, sampling: dict[str, Any], of_requests: dict[str, Program
         Row("captured: one layer", "one capture", lambda model: reading(model, sampling, [middle]), 0.97),
         Row("captured: one layer of all", "captures", lambda model: reading(model, sampling, [middle])),
         Row("captured: all layers", "captures", lambda model: reading(model, sampling, everywhere), 0.80),
-        Row("handoff at one layer", "one tap", lambda model: editing(model, sampling, first[0], middle), 1.0, EAGER),
+        Row("handoff at one layer", "one tap", lambda model: editing(model, sampling, first[0], [middle], math.inf), 1.0, EAGER),
+        Row("handoff at all layers", "taps", lambda model: editing(model, sampling, first[0], everywhere, math.inf)),
+        Row("loop as a program at one layer", "one tap", lambda model: editing(model, sampling, first[0], [middle], 0), 1.0, EAGER),
+        Row("loop as a program at all layers", "taps", lambda model: editing(model, sampling, first[0], everywhere, 0)),
     ]
 
 

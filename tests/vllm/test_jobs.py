@@ -390,6 +390,14 @@ def test_generations_that_an_engine_has_not_are_refused(clients: Clients, option
             tracer.result.save()
 
 
+@pytest.mark.parametrize("token", [-1, 1 << 20])
+def test_tokens_that_the_model_has_not_are_refused(clients: Clients, token: int) -> None:
+    """Before they are sent to vLLM, whose error would be a fault of the server."""
+    with pytest.raises(InvalidProgramError, match=f"no token {token}"):
+        with clients.client.trace(torch.tensor([[5, token, 6]]), remote=True):
+            clients.client.model.layers[1].output.mean().save()
+
+
 def test_a_program_that_fails_ends_alone(clients: Clients) -> None:
     ended = threading.Event()
 

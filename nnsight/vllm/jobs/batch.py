@@ -73,9 +73,13 @@ class Batch:
         starts, lengths = _spans(ids, kwargs.get("attention_mask"))
         _check_positions(kwargs.get("position_ids"), starts, lengths)
         prompts = [row[start : start + length].tolist() for row, start, length in zip(ids, starts, lengths, strict=True)]
-        known = _OTHERS | _NEUTRAL.keys() | _SAMPLED.keys() | {"do_sample", "eos_token_id"}
+        known = range(module.get_input_embeddings().num_embeddings)
+        unknown = [token for prompt in prompts for token in (min(prompt), max(prompt)) if token not in known]
+        if unknown:
+            raise InvalidProgramError(f"A vLLM engine has no token {unknown[0]}: those of this model are below {len(known)}.")
+        allowed = _OTHERS | _NEUTRAL.keys() | _SAMPLED.keys() | {"do_sample", "eos_token_id"}
         for name, value in options.items():
-            if name not in known or value not in _NEUTRAL.get(name, (value,)):
+            if name not in allowed or value not in _NEUTRAL.get(name, (value,)):
                 raise InvalidProgramError(f"A vLLM engine has no `{name}={str(value)[:40]}`.")
         if run["call"] == "trace":
             return cls(ids, prompts, starts, 1, 0, _sampling(max_tokens=1, temperature=0.0))

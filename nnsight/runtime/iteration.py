@@ -52,8 +52,7 @@ class IteratorTracer(Tracer):
 
     def __iter__(self) -> Iterator[int]:
         mediator = running_mediator("tracer.iter")
-        before, visited, outer = begin_loop(mediator), mediator.visited, mediator.steps
-        mediator.steps, mediator.made = self._range, -1
+        before, visited = begin_loop(mediator, self._range), mediator.visited
         is_open = isinstance(self._steps, itertools.count)
         try:
             for step in self._steps:
@@ -75,7 +74,6 @@ class IteratorTracer(Tracer):
                     )
                     return
         finally:
-            mediator.steps = outer
             end_loop(mediator, before)
 
     def run(self) -> None:
@@ -101,9 +99,11 @@ class Iterations:
 # Dynamo calls these functions instead of tracing them, in an edit inside a function that a user compiles.
 
 
-def begin_loop(mediator: Mediator) -> int | None:
-    """Note that a block enters a loop over occurrences; return the occurrence that its requests ask for."""
+def begin_loop(mediator: Mediator, steps: Any) -> int | None:
+    """Note that a block enters a loop over the occurrences ``steps``; return the occurrence that its requests ask for."""
     mediator.loops += 1
+    if mediator.loops == 1:
+        mediator.steps, mediator.made = steps, -1
     return mediator.iteration
 
 

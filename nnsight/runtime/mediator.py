@@ -69,8 +69,8 @@ class Mediator:
         #: request only, because modules that are called less often than others may never reach that number.
         self.iteration: int | None = 0
         self.loops = 0  # how many loops over occurrences the block is in
-        self.steps: Any = None  # the numbers of the innermost of them: a range, or a list
-        self.made = -1  # the step of such a loop up to which another has made the steps of the block
+        self.steps: Any = None  # the numbers of the outermost of them: a range, or a list
+        self.made = -1  # the step up to which something else has made the steps of that loop
         self.ends_in_loop = False  # whether nothing is lost if the model finishes in such a loop, behind its first step
         self.is_edit = False  # whether it belongs to the model, so that a run which is stopped may end before its locations
         self.stopped = False  # whether it has ended by `tracer.stop()`

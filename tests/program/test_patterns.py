@@ -16,6 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::nnsight.Unco
 
 #: One block in each line. ``saved`` is what it saves beside the output of the model.
 BLOCKS = """
+own = torch.zeros(3, 4); own[:, 1] = m.a.output[:, 1].detach(); saved = own
+own = torch.zeros(3, 4); own += m.a.output; saved = own
+h = m.a.output; saved = torch.zeros(h.shape[1]); saved += h.sum(0)
 v = d * 2; v[0] = 5; m.a.output += v; saved = v
 h = m.a.output; s1 = h.clone(); h[:, 0] = 1.0; saved = (s1, h)
 h = m.a.output; saved = h; h[:] = 0
@@ -79,9 +82,6 @@ h = m.a.output; t = d.view(2, 2); t = t * 2; t.t()[0] = 0; saved = h + t.reshape
 
 #: Blocks that edit tensors of their own with values of the model, which a program cannot have; a trace that runs here can.
 REFUSED = """
-own = torch.zeros(3, 4); own[:, 1] = m.a.output[:, 1].detach(); saved = own
-own = torch.zeros(3, 4); own += m.a.output; saved = own
-h = m.a.output; saved = torch.zeros(h.shape[1]); saved += h.sum(0)
 h = m.a.output; z = torch.arange(4.0); z[h[0].argmax()] = 0; saved = z
 """
 

@@ -343,8 +343,9 @@ class Analysis(Calls):
             raise Undetermined(f"an assignment {self.at(target)}")
 
     def _store_attribute(self, owner: Any, target: ast.Attribute, value: Any) -> None:
-        is_located = owner is VALUE or (isinstance(owner, Known) and isinstance(owner.value, Located))
-        if not is_located or not isinstance(getattr(Located, target.attr, None), eproperty):
+        is_located = isinstance(owner, Known) and isinstance(owner.value, Located)
+        kind = type(owner.value) if is_located else Located
+        if not (is_located or owner is VALUE) or not isinstance(getattr(kind, target.attr, None), eproperty):
             raise Undetermined(f"the attribute `{target.attr}` is assigned {self.at(target)}")
         if isinstance(owner, Known) and self.of_envoy(owner.value, target) is not VALUE:
             self.fail(target)

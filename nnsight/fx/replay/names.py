@@ -181,6 +181,12 @@ def is_plain_envoy(kind: type) -> bool:
     return all(getattr(kind, name, None) is getattr(bases[0], name, None) for name in names)
 
 
+def is_of_package(kind: type, name: str) -> bool:
+    """Whether an attribute of a class is one of this package's, and not of a user's class."""
+    defining = next((base for base in kind.__mro__ if name in base.__dict__), object)
+    return defining.__module__.partition(".")[0] == "nnsight"
+
+
 class Findings:
     """What is found out about a block and the functions that it calls; ``tracer`` is what ``as`` binds.
 
@@ -256,7 +262,7 @@ class Names:
         return f"in line {node.lineno}{self.variables.where}"
 
     def fail(self, node: Any) -> Any:
-        raise Undetermined(f"`{ast.unparse(node)[:80]}` {self.at(node)}")
+        raise Undetermined(f"`{ast.unparse(node)[:80]}` {self.at(node)} may do something that is not followed")
 
     def check_storable(self, values: Iterable[Any], node: ast.AST) -> None:
         """Check that values may go into a container, see :func:`is_storable`."""
@@ -343,10 +349,11 @@ class Names:
             if name in children:
                 return Known(children[name])
             if isinstance(found, eproperty):
-                if found is not getattr(Located, name, None):
+                if not is_of_package(type(envoy), name):
                     raise Undetermined(f"`.{name}` {self.at(node)} is a property of a class of yours")
                 return VALUE
-            if found is not None and (name not in ("source", "skip") or not is_plain_envoy(type(envoy))):
+            is_place = not callable(found) and is_of_package(type(found), "__get__")
+            if found is not None and not is_place and (name not in ("source", "skip") or not is_plain_envoy(type(envoy))):
                 return self.fail(node)
         if name == "skip":
             return SKIP

@@ -82,19 +82,21 @@ class NamedInputs:
         """Whether ``tensors`` are named, or were computed from such alone."""
         return bool(tensors) and all(id(tensor) in self._known or self.name_of(tensor) for tensor in tensors)
 
+    def _look_up(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor, Collection[str | None]]:
+        return self._known.get(id(tensor), (None, tensor, {self.name_of(tensor)}))
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the value of a named tensor, or of one that was computed from such alone."""
+        return self._look_up(tensor)[1]
+
     def call(self, function: Any, args: Any, kwargs: Any, record: Callable[[], Any]) -> Any:
         """Make a call on named values at once; record it if it makes tensors, or edits one that was made so.
 
         Returns what the block gets.
         """
-        names: set[str] = set()
-
-        def value_of(tensor: torch.Tensor) -> torch.Tensor:
-            _, value, its_names = self._known.get(id(tensor), (None, tensor, {self.name_of(tensor)}))
-            names.update(filter(None, its_names))
-            return value
-
-        given, named = pytree.tree_map_only(torch.Tensor, value_of, (args, kwargs))
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        names = {name for tensor in tensors for name in self._look_up(tensor)[2] if name is not None}
+        given, named = pytree.tree_map_only(torch.Tensor, self.value_of, (args, kwargs))
         with _disable_current_modes():
             found = function(*given, **named)
         values = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]

@@ -11,14 +11,16 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
+from ...fx.replay.guards import GuardPlan
 from ...program.baking import Segment, segments
 from ...program.format.errors import NotExpressibleError
 from ...program.format.operators import DRAWING, is_in_place, is_view
@@ -27,9 +29,11 @@ from ...program.format.trees import write_tree
 from ...program.record.demands import whole_lists
 from ...program.record.inputs import NamedInputs
 from ...program.record.listening import Operators, RecordingInterleaver, RecordingMediator
+from ...program.record.memory import OwnTensors
 from ...program.record.printing import listening
 from ...program.record.pruning import pruned
 from ...program.record.recorder import Recorder
+from ...program.record.refusals import refused
 from ...runtime.rows.fakes import quiet_fakes
 from ...tracing import Block, Scope
 from ..steering.graph_parts import GraphPart
@@ -60,6 +64,11 @@ class StepProgram:
     parameters: Sequence[str]
     added: Mapping[str, Sequence[Any]]
 
+    @functools.cached_property
+    def others(self) -> GuardPlan:
+        """How to read what the body reads from outside besides parameters."""
+        return self.loop.plan(self.parameters)
+
     @property
     def last(self) -> str:
         """The location at which a step is done."""
@@ -86,6 +95,52 @@ class Made:
         return value
 
 
+class _Outside:
+    """The tensors that a body finds outside, which it may not edit: its recording would edit them, and its program would not."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._memory = {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def check(self, function: Any, args: Any, kwargs: Any) -> None:
+        """Refuse a call on tensors that are here, if it edits one; it is made on fakes to find that out."""
+        name = getattr(function, "__name__", "a call")
+        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        with _disable_current_modes(), torch.no_grad(), quiet_fakes, FakeTensorMode() as mode:
+            fakes = {id(tensor): mode.from_tensor(tensor) for tensor in given}
+            before = {key: fake._version for key, fake in fakes.items()}
+            try:
+                function(*pytree.tree_map_only(torch.Tensor, lambda tensor: fakes[id(tensor)], args), **kwargs)
+            except Exception as error:
+                raise refused(f"`{name}` cannot be followed: {error}") from error
+        for tensor in given:
+            if fakes[id(tensor)]._version != before[id(tensor)] and tensor.untyped_storage()._cdata in self._memory:
+                raise refused(f"`{name}` edits a tensor from outside in place.")
+
+
+class _Inputs(NamedInputs):
+    """The named values of a body, which calls on them leave as they are."""
+
+    def __init__(self, outside: _Outside, *given: Any) -> None:
+        super().__init__(*given)
+        self._outside = outside
+
+    def call(self, function: Any, args: Any, kwargs: Any, record: Callable[[], Any]) -> Any:
+        self._outside.check(function, *pytree.tree_map_only(torch.Tensor, self.value_of, (args, kwargs)))
+        return super().call(function, args, kwargs, record)
+
+
+class _Own(OwnTensors):
+    """The tensors of a body; calls leave those from outside as they are."""
+
+    def __init__(self, outside: _Outside, recorder: Any) -> None:
+        super().__init__(recorder)
+        self._outside = outside
+
+    def call(self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._outside.check(function, args, kwargs)
+        return super().call(name, function, args, kwargs)
+
+
 def recorded(block: Block, loop: Loop, names: dict[str, Any], values: Mapping[str, Any], tree: Any) -> StepProgram:
     """Record the body of the ``loop`` of ``block``, and trace its parts.
 
@@ -102,7 +157,7 @@ def recorded(block: Block, loop: Loop, names: dict[str, Any], values: Mapping[st
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Python says them
-            job, added, fixed = _record(block.only(loop.body), loop.used, names, values, tree)
+            job, added, fixed = _record(block.only(loop.body), loop, names, values, tree)
             _check(job)
             return _traced(job, added, fixed, loop, values)
     except NotPlainError:
@@ -114,15 +169,19 @@ def recorded(block: Block, loop: Loop, names: dict[str, Any], values: Mapping[st
 
 
 def _record(
-    block: Block, used: Mapping[str, Any], names: dict[str, Any], values: Mapping[str, Any], tree: Any
+    block: Block, loop: Loop, names: dict[str, Any], values: Mapping[str, Any], tree: Any
 ) -> tuple[Job, dict[str, list[Any]], set[str]]:
     """Return the job of a body, what it appends to lists, by name, and the names that are no inputs."""
+    used = loop.used
     recorder: Any = Recorder(for_others=True)
     leaves = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     recorder.model = types.SimpleNamespace(weights={}, by_path={}, device=leaves[0].device, storages=set)
     exact = all(leaf.dtype == torch.float32 for leaf in leaves if leaf.is_floating_point())  # elsewhere a float would be rounded first
     variables = {name: list(value) if type(value) is list else value for name, value in used.items()}
-    recorder._common = NamedInputs(block, {key: value for key, value in variables.items() if exact or type(value) is not float})
+    read = loop.plan().read(used.__getitem__)
+    outside = _Outside([] if read is None else read.tensors)
+    recorder._common = _Inputs(outside, block, {key: value for key, value in variables.items() if exact or type(value) is not float})
+    recorder.own = _Own(outside, recorder)
     scope = Scope({name: types.CellType() for name in block.shared})
     for name, value in variables.items():
         if name in scope.cells:

@@ -14,6 +14,7 @@ Steps of a prompt always run as Python, as does each block that cannot be a prog
 
 from __future__ import annotations
 
+import builtins
 import functools
 import sys
 import weakref
@@ -26,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.mediator import Mediator
 from ...tracing import Block
-from .plain import PLAIN, NotPlainError, check_apart, loop_of
+from .plain import NotPlainError, check_apart, loop_of
 from .recording import Made, StepProgram, compare, recorded
 
 #: Stops of a block, of all its requests together, before it is recorded. A stop costs about 0.05 ms, and the recording of one about 50 ms.
@@ -41,7 +42,7 @@ class _Entry:
     """A recorded program, for what the block found outside, see :func:`_look`; ``objects`` are the objects among that."""
 
     program: Any
-    found: Mapping[str, Any]
+    found: Any
     objects: Sequence[weakref.ref[Any]]
 
     @property
@@ -90,7 +91,7 @@ class Steps:
         self._globals = function.__globals__
         self._known = programs.of(block)
         self._recorded: StepProgram | None = None
-        self._found: Mapping[str, Any] = {}
+        self._found: Any = None
         self._lists: dict[str, list[Any]] = {}
         self._taken: list[tuple[Mapping[str, torch.Tensor], int]] = []
         self._watched: dict[str, tuple[Any, Any]] | None = None  # the values before and behind the block, by location
@@ -163,10 +164,10 @@ class Steps:
 
     # -- programs --------------------------------------------------------------------------------------------------------
 
-    def _lookup(self, name: str) -> Any:
+    def _variable(self, name: str) -> Any:
         cell = self._cells.get(name)
         if cell is None:
-            return self._globals[name]
+            return self._globals[name] if name in self._globals else vars(builtins)[name]
         try:
             return cell.cell_contents
         except ValueError:
@@ -181,7 +182,7 @@ class Steps:
         try:
             if not isinstance(mediator.steps, range) or mediator.steps.step != 1:
                 raise NotPlainError("the loop leaves steps out")
-            loop = loop_of(self._block, self._lookup)
+            loop = loop_of(self._block, self._variable)
             known.programs[:] = [entry for entry in known.programs if entry.is_alive]
             if len(known.programs) == _MOST:
                 raise NotPlainError(f"it has had more than {_MOST} different values of what is no parameter")
@@ -195,9 +196,8 @@ class Steps:
         except NotPlainError as error:
             known.why = self.why = str(error)
             return
-        objects: list[Any] = []
-        pytree.tree_map(objects.append, [value for name, value in loop.used.items() if name not in {*program.parameters, *program.added}])
-        alive = [weakref.ref(item) for item in objects if type(item).__weakrefoffset__]
+        read = program.others.read(self._variable)
+        alive = [weakref.ref(item) for item in (*read.objects, *read.tensors) if type(item).__weakrefoffset__] if read else []
         known.programs.append(_Entry(self._programs.made(program), self._look(program, False), alive))
 
     def _fits(self, entry: _Entry) -> bool:
@@ -206,32 +206,32 @@ class Steps:
         if (recorded.added and not self._appends) or self._look(recorded, False) != entry.found or not entry.is_alive:
             return False
         try:
-            now = {name: self._lookup(name) for name in recorded.loop.used if name in entry.found}
+            now = {name: self._variable(name) for name in recorded.loop.used}
             check_apart(recorded.loop._replace(used=now), recorded.parameters, self._block, self._others)
         except NotPlainError as error:
             self.why = str(error)
             return False
         return True
 
-    def _look(self, program: StepProgram | None, exact: bool) -> dict[str, Any]:
-        """Return what distinguishes the variables of a program from others: objects by their identity, tensors also by their version.
+    def _look(self, program: StepProgram | None, exact: bool) -> Any:
+        """Return what distinguishes the variables of a program from others; ``None`` if they are of other kinds.
 
-        Unless it is to be ``exact``, only the form of parameters matters.
+        Tensors differ by their identity and version. Unless it is to be ``exact``, only the form of parameters matters.
         """
         assert program is not None
-        found: dict[str, Any] = {}
-        for name in program.loop.used:
-            try:
-                value = self._lookup(name)
-            except KeyError:
-                continue  # a built-in name
-            if name in program.added:
-                found[name] = id(value) if exact else type(value)
-            elif name in program.parameters and not exact:
-                like = (value.shape, value.dtype, value.device, value.requires_grad) if isinstance(value, torch.Tensor) else ()
-                found[name] = type(value), like
-            else:
-                found[name] = _mark(value)
+        read = program.others.read(self._variable)
+        if read is None:
+            return None
+        found: list[Any] = [*read.key, *(_mark(tensor) for tensor in read.tensors)]
+        try:
+            for name in program.added:
+                value = self._variable(name)
+                found.append(id(value) if exact else type(value))
+            for name in program.parameters:
+                value = self._variable(name)
+                found.append(_mark(value) if exact else _form(value))
+        except KeyError:
+            return None
         return found
 
     # -- parking ---------------------------------------------------------------------------------------------------------
@@ -242,8 +242,8 @@ class Steps:
         assert mediator.waiting is not None and mediator.interleaver is not None
         self.program, self._recorded, self._since = program, recorded, mediator.waiting[1]
         self._found = self._look(recorded, True)
-        self._lists = {name: self._lookup(name) for name in recorded.added}
-        self.parameters = {name: torch.as_tensor(self._lookup(name)).detach() for name in recorded.parameters}
+        self._lists = {name: self._variable(name) for name in recorded.added}
+        self.parameters = {name: torch.as_tensor(self._variable(name)).detach() for name in recorded.parameters}
         mediator.interleaver.waited.remove(mediator.waiting[0])
 
     def take(self, values: Mapping[str, torch.Tensor], row: int) -> None:
@@ -267,7 +267,7 @@ class Steps:
             fill = functools.partial(_made, values, row, {})
             for name, added in program.added.items():
                 self._lists[name].extend(pytree.tree_map(fill, item) for item in added)
-        self._lists, self._found = {}, {}
+        self._lists, self._found = {}, None
 
 
 def _made(values: Mapping[str, torch.Tensor], row: int, made: dict[str, torch.Tensor], leaf: Any) -> Any:
@@ -285,14 +285,17 @@ def _is_followed() -> bool:
 
 
 def _mark(value: Any) -> Any:
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return id(value), value._version
-    if kind in (list, tuple):
-        return kind, [_mark(item) for item in value]
-    if kind is dict:
-        return kind, list(value), [_mark(item) for item in value.values()]
-    return (kind, value) if kind in PLAIN else id(value)
+    """Return what is another one after an edit; that of a tensor of inference mode cannot be noticed."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return id(value), None if value.is_inference() else value._version
+
+
+def _form(value: Any) -> Any:
+    """Return what the values of a parameter have in common."""
+    if not isinstance(value, torch.Tensor):
+        return type(value)
+    return type(value), value.shape, value.dtype, value.device, value.requires_grad, value.is_inference()
 
 
 def _copied(value: Any) -> Any:

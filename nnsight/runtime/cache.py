@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from .mediator import Mediator
 
 
-class MissingEntryError(AttributeError, KeyError):
-    """Something was looked up in a cache that it does not hold; by key and by attribute alike."""
+class MissingEntryError(AttributeError, KeyError, IndexError):
+    """Something was looked up in a cache that it does not hold; by key, number and attribute alike."""
 
     __str__ = Exception.__str__  # not that of KeyError, which quotes
 
@@ -210,7 +210,14 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return CacheView(self, self._rooted(name))
+        return self.view(self._rooted(name))
+
+    def view(self, path: str) -> CacheView:
+        """Return the position at a path, which leads to modules that are kept; raise :class:`MissingEntryError` if it leads to none."""
+        start = resolve_alias(path, self._aliases)
+        if not any(known == start or known.startswith(f"{start}.") for known in (*self._entries, *self._aliases)):
+            raise MissingEntryError(f"The cache has no module at `{path}`, nor below it.{did_you_mean(path, list(self._entries))}")
+        return CacheView(self, path)
 
     def _rooted(self, path: str) -> str:
         """Return ``path``, which may lack the name of the root, with it."""
@@ -234,7 +241,7 @@ class CacheView:
         return save(self)
 
     def __getitem__(self, index: int | str) -> CacheView:
-        return CacheView(self._cache, f"{self._path}.{index}")
+        return self._cache.view(f"{self._path}.{index}")
 
     def __iter__(self) -> Iterator[str]:
         start = resolve_alias(self._path, self._cache._aliases)

@@ -105,7 +105,10 @@ def _pending() -> Future[None]:
 
 
 class AsyncBackend(Backend):
-    """Sends a block to the engine of ``model`` and does not wait. Called without a tracer, it returns the stream of outputs."""
+    """Sends a block to the engine of ``model`` and does not wait.
+
+    Called without a tracer, it returns the stream of outputs; ``async for`` over it goes through that.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -119,6 +122,9 @@ class AsyncBackend(Backend):
             return self._stream
         self.send(cast("RequestTracer", tracer), super().__call__(tracer))
         return None
+
+    def __aiter__(self) -> Any:
+        return self().__aiter__()
 
     def send(self, tracer: RequestTracer, function: Callable[[], None] | None) -> Stream:
         """Send the requests of ``tracer`` off: those of its block, or, without one, that of a call; return their stream."""

@@ -197,7 +197,8 @@ class VLLM(MetaMixin):
         """Run a request, with the block of the ``with`` statement reading and editing the model's internals.
 
         Args:
-            *args: One prompt: a text, token ids, or a dict as vLLM takes it. Without one, open invokes with a prompt each.
+            *args: One prompt: a text, token ids, or a dict, as vLLM takes it or as a tokenizer
+                gives it. Without one, open invokes with a prompt each.
             backend: Where the block runs; in this process by default.
             **kwargs: Those of ``vllm.SamplingParams``: ``temperature``, ``max_tokens`` and so on. Invokes take them, too.
 
@@ -218,6 +219,10 @@ class VLLM(MetaMixin):
                 raise ValueError("trace(backend=...) is not available in VLLM(mode='async'), whose traces run on a thread.")
             backend = AsyncBackend(self)
         return RequestTracer(self, args, kwargs, backend)
+
+    def generate(self, *args: Any, **kwargs: Any) -> RequestTracer:
+        """Do the same as :meth:`trace`: a request of an engine always generates, ``max_tokens`` or ``max_new_tokens`` tokens."""
+        return self.trace(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> RequestTracer:
         """Say how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as in a trace.

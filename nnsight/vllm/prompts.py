@@ -14,7 +14,8 @@ from ..modeling.forms import describe
 def prompt_of(args: tuple[Any, ...]) -> dict[str, Any]:
     """Return the prompt of one request, as vLLM takes it; raise ``ValueError`` or ``TypeError`` if ``args`` are something else.
 
-    A prompt is a text, token ids as a list or an integer tensor ``[sequence]`` or ``[1, sequence]``, or a dict as vLLM takes it.
+    A prompt is a text, token ids as a list or an integer tensor ``[sequence]`` or ``[1, sequence]``, or a dict: as vLLM takes it, or
+    ``input_ids`` with or without ``attention_mask``, as a tokenizer gives it.
     """
     if len(args) != 1:
         raise ValueError(
@@ -23,11 +24,11 @@ def prompt_of(args: tuple[Any, ...]) -> dict[str, Any]:
         )
     prompt = args[0]
     if isinstance(prompt, Mapping):
-        return dict(prompt)
+        return _tokens_of(prompt) if "input_ids" in prompt else dict(prompt)
     if hasattr(prompt, "tolist"):
         prompt = torch.as_tensor(prompt).tolist()
     if isinstance(prompt, (str, list, tuple)) and not prompt:
-        raise ValueError("The prompt is empty: it has no tokens, and the model needs at least one.")
+        raise ValueError("The prompt is empty: it has zero tokens, and the model needs at least one.")
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, (list, tuple)):
@@ -36,6 +37,20 @@ def prompt_of(args: tuple[Any, ...]) -> dict[str, Any]:
         if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
             return {"prompt_token_ids": list(prompt)}
     raise TypeError(f"A prompt is a text or token ids, not {describe(prompt)}.")
+
+
+def _tokens_of(encoded: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the prompt that a tokenizer has encoded, without padding."""
+    unknown = sorted(encoded.keys() - {"input_ids", "attention_mask", "token_type_ids"})
+    if unknown:
+        raise TypeError(f"A prompt with `input_ids` has no {unknown[0]!r}: only `attention_mask` goes with them.")
+    ids, mask = (None if encoded.get(name) is None else torch.as_tensor(encoded[name]) for name in ("input_ids", "attention_mask"))
+    assert ids is not None
+    if ids.dim() == 2 and len(ids) == 1:
+        ids, mask = ids[0], None if mask is None else mask.reshape(-1)
+    if mask is not None and mask.shape == ids.shape and ids.dim() == 1:
+        ids = ids[mask.bool()]
+    return prompt_of((ids,))
 
 
 def sampling_of(options: Mapping[str, Any]) -> Any:

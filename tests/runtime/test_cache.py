@@ -344,6 +344,13 @@ def test_missing_entries(model: NNsight) -> None:
         cache["model.nonsense"]
     with pytest.raises(KeyError, match=r"model\.layers\.7"):
         cache.model.layers[7].output  # noqa: B018
+    for missing, kind in (
+        (lambda: cache.model.layers[7], IndexError),
+        (lambda: cache.model.layers["0.weight"], KeyError),
+        (lambda: cache.model.unknown, AttributeError),
+    ):
+        with pytest.raises(kind, match="has no module at"):
+            missing()
     with pytest.raises(KeyError, match=r"nothing of `model\.unused`.*did not run"):
         cache["model.unused"]
     with pytest.raises(AttributeError, match=r"nothing of `model\.unused`.*did not run"):

@@ -468,6 +468,19 @@ def test_blocks_that_no_request_can_run(model: VLLM) -> None:
 
 
 @everywhere
+def test_prompts_that_are_tokenized_already(model: VLLM) -> None:
+    """As a tokenizer gives them, with padding; `generate` is `trace`."""
+    expected = plain(model, [PROMPTS[0]])[0]
+    encoded = model.tokenizer(PROMPTS[0], return_tensors="pt")
+    ids = encoded["input_ids"]
+    padded = {"input_ids": torch.cat([ids[:, :1], ids], 1), "attention_mask": torch.tensor([[0] + [1] * ids.shape[1]])}
+    for prompt in (dict(encoded), encoded, {"input_ids": ids[0].tolist(), "attention_mask": [1] * ids.shape[1]}, padded, ids):
+        with model.generate(prompt, temperature=0.0, max_new_tokens=6) as tracer:
+            result = tracer.result.save()
+        assert tokens(result) == expected
+
+
+@everywhere
 @pytest.mark.parametrize(
     ("args", "kwargs", "error", "message"),
     [
@@ -477,6 +490,8 @@ def test_blocks_that_no_request_can_run(model: VLLM) -> None:
         ([["a", "b"]], {}, ValueError, "2 prompts for one block"),
         (["a", "b"], {}, ValueError, "2 prompts for one block"),
         ([3.5], {}, TypeError, "text or token ids"),
+        ([{"input_ids": [1], "labels": [1]}], {}, TypeError, "no 'labels'"),
+        ([{"input_ids": [[1], [2]]}], {}, ValueError, "2 prompts for one block"),
         (["a"], {"temprature": 0}, ValueError, "temprature: no sampling parameters"),
         (["a"], {"temperature": -1}, ValueError, "vLLM refuses the request"),
         (["a"], {"n": 2}, ValueError, "n=2: the block waits at `model.logits.output`"),
@@ -851,7 +866,7 @@ def test_a_stream_has_each_step_and_the_saves(awaited: VLLM, reference: Language
             logits = [].save()
             for _ in tracer.iter[:6]:
                 logits.append(awaited.logits.output)
-        found = [output async for output in tracer.backend()]
+        found = [output async for output in tracer.backend]
         return found, await tracer.backend()
 
     outputs, last = asyncio.run(main())

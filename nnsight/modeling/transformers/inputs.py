@@ -344,7 +344,7 @@ class TextInput:
                 "`tokenizer.save_pretrained`."
             )
         which = f"Prompt {index} of {len(prompts)}" if len(prompts) > 1 else "The prompt"
-        return f"{which} is empty: it has no tokens, and the model needs at least one."
+        return f"{which} is empty: it has zero tokens, and the model needs at least one."
 
 
 def _parameters(module: torch.nn.Module) -> tuple[set[str], bool]:

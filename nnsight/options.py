@@ -164,8 +164,6 @@ class OptionFile:
             ValueError: If the file exists and is not what :meth:`write` writes; it is not touched then.
             OSError: If the file cannot be written.
         """
-        import tempfile
-
         path = os.path.realpath(self.path)
         try:
             content = _read(path)
@@ -178,17 +176,8 @@ class OptionFile:
                 options.pop(known, None)
             if value != option.default:
                 options[option.alias or name] = value
-        folder = os.path.dirname(path)
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        # Only the user may read it, because it may have a key. It is replaced as a whole.
-        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".config-")
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(_text_of({title: options for title, options in content.items() if options}, path))
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        replace_file(path, _text_of({title: options for title, options in content.items() if options}, path))
         self._values = None
 
     def _usable(self, content: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -203,6 +192,20 @@ class OptionFile:
                 what = f"there is no option {path}" if option is None else f"{path} is not of type {option.kind.__name__}"
                 _warn(f"{self.path}: {what}; it is not used.")
         return values
+
+
+def replace_file(path: str, text: str) -> None:
+    """Replace a file as a whole; only its owner can read it, because it may have a key."""
+    import tempfile
+
+    descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".nnsight-")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections import Counter
@@ -80,14 +79,12 @@ class NdifStatus(Mapping[str, dict[str, Any]]):
 def _entry(deployment: dict[str, Any]) -> dict[str, Any]:
     """Return what a status shows of one deployment."""
     key = ModelKey.parse(deployment["model_key"])
-    _, colon, described = deployment["model_key"].partition(":{")
-    fields = json.loads("{" + described) if colon else {}
     level, state = deployment["deployment_level"], deployment.get("application_state") or "NOT DEPLOYED"
     return {
         "model_class": key.model_class.rpartition(".")[2],
         "repo_id": key.repo_id,
-        "task": fields.get("task"),
-        "trust_remote_code": bool(fields.get("trust_remote_code", False)),
+        "task": key.task,
+        "trust_remote_code": bool(key.trust_remote_code),
         "revision": key.revision,
         "level": level,
         "state": state,

@@ -256,9 +256,9 @@ def test_long_text_is_cut(model: Any) -> None:
 
 
 def test_an_engine_tells_nobody_when_its_loop_has_ended() -> None:
-    def run(payload: bytes, tell: Any) -> bytes:
-        kept.append(tell)
-        return payload
+    def run(payloads: Any, logs: Any) -> list[Any]:
+        kept.extend(logs)
+        return list(payloads)
 
     kept: list[Any] = []
     engine = ThreadEngine(run)

@@ -90,7 +90,7 @@ def together(payloads: Any, logs: Any) -> list[bytes | Exception]:
 
 
 def build() -> ThreadEngine:
-    return ThreadEngine(obey, "test-replica", together, kind_of)
+    return ThreadEngine(together, "test-replica", kind_of)
 
 
 # -- the tests -----------------------------------------------------------------------------------------------------------------------

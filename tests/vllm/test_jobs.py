@@ -488,10 +488,10 @@ def test_many_jobs_leave_nothing(clients: Clients) -> None:
 def test_ending_a_job_that_waits_for_the_other_engine_ends_no_other(clients: Clients) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def slow(payload: bytes, log: Any) -> bytes:
+    def slow(payloads: Any, logs: Any) -> list[Any]:
         begun.set()
         assert go.wait(20)
-        return b"done"
+        return [b"done"]
 
     backend, model = Recorded(), clients.client
     with model.trace(PROMPTS[0], backend=backend):

@@ -20,7 +20,7 @@ from ...program.format.formats import limited
 from ...program.format.limits import Limits
 from ...program.format.payload import Job, decode_known
 from ...program.run.draws import generator_of
-from ...program.run.engine import Engine, EngineLostError, Log, Outcome, TimeLimitError
+from ...program.run.engine import Engine, EngineLostError, Log, Outcome, TimeLimitError, in_this_loop
 from ...program.run.execution import results_of
 from ...program.run.validation import validate
 from ..asynchronous import Turns
@@ -84,15 +84,9 @@ class JobEngine:
         return list(await asyncio.gather(*(self._execute(payloads, *each, seconds) for each in zip(payloads, logs, strict=True))))
 
     async def _execute(self, payloads: Sequence[bytes], payload: bytes, log: Log, seconds: float) -> Outcome:
-        loop, end = asyncio.get_running_loop(), time.monotonic() + seconds
-
-        def tell(line: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(log, line)
-
-        running = self._running[id(payloads)] = _EngineJob(self, tell, end)
+        running = self._running[id(payloads)] = _EngineJob(self, in_this_loop(log), time.monotonic() + seconds)
         try:
-            running.job, running.batches = await loop.run_in_executor(self._checks, self._checked, payload)
+            running.job, running.batches = await asyncio.get_running_loop().run_in_executor(self._checks, self._checked, payload)
             self._turns.add(running)
             return await asyncio.wrap_future(running.outcome)
         except InvalidProgramError as error:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from ...steering.choices import Addition
 from .requests import Sampling
@@ -144,14 +145,11 @@ class Completion:
             logits[token] += amount
         if sampling.is_greedy:
             return logits
-        logits = logits / sampling.temperature
+        row = logits[None] / sampling.temperature
         if sampling.top_k:
-            least = logits.topk(min(sampling.top_k, len(logits))).values[-1]
-            logits = logits.masked_fill(logits < least, -torch.inf)
+            row = TopKLogitsWarper(sampling.top_k)(None, row)
         if sampling.top_p < 1.0:
-            ordered, order = logits.sort(descending=True)
-            before = ordered.softmax(-1).cumsum(-1).roll(1)
-            before[0] = 0.0  # the likeliest stays
-            logits = logits.scatter(0, order, ordered.masked_fill(before > sampling.top_p, -torch.inf))
+            row = TopPLogitsWarper(sampling.top_p)(None, row)
+        logits = row[0]
         uniform = torch.rand(len(logits), generator=self.generator).clamp_min(1e-20).to(logits.device)
         return logits - (-uniform.log()).log()

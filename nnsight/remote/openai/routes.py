@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ...steering.choices import Addition, orthonormal
+from ...steering.choices import Addition
 from ...steering.layers import count_of, layers_path
 from ...steering.registry import Vectors
 from ..protocol import KEY_HEADER
@@ -46,14 +46,11 @@ class OpenAIModel:
         self.created = int(time.time())
 
     def additions(self, wanted: Wanted) -> dict[int, Addition]:
-        """Return how a request is steered, with bases for what is removed; raise a :class:`BadRequestError` if it cannot be."""
+        """Return how a request is steered; raise a :class:`BadRequestError` if it cannot be."""
         if wanted.choice is None:
             return {}
         try:
-            chosen = wanted.choice.at_layers(self.vectors, self.layers, self.hidden, None)
-            return {
-                layer: Addition(found.add, None if found.remove is None else orthonormal(found.remove)) for layer, found in chosen.items()
-            }
+            return wanted.choice.at_layers(self.vectors, self.layers, self.hidden, None)
         except ValueError as error:
             raise BadRequestError(str(error), "vllm_xargs") from error
 

@@ -266,9 +266,9 @@ def test_arithmetic_and_mapping(vector: SteeringVector) -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "says"),
     [
-        (lambda: SteeringVector({}), ValueError, "one direction or more"),
-        (lambda: SteeringVector({0: torch.randn(4), 1: torch.randn(5)}), ValueError, "all of one size"),
-        (lambda: SteeringVector({-1: torch.randn(4)}), TypeError, "numbers of layers from 0"),
+        (lambda: SteeringVector({}), ValueError, "no directions"),
+        (lambda: SteeringVector({0: torch.randn(4), 1: torch.randn(5)}), ValueError, "different sizes"),
+        (lambda: SteeringVector({-1: torch.randn(4)}), TypeError, "layers are numbers from 0"),
         (lambda: SteeringVector({0: torch.randn(4, 4)}), ValueError, "a direction is .hidden."),
         (lambda: SteeringVector({0: torch.tensor([1.0, math.nan])}), ValueError, "not finite"),
     ],

@@ -176,8 +176,17 @@ class OptionFile:
                 options.pop(known, None)
             if value != option.default:
                 options[option.alias or name] = value
+        kept = {title: options for title, options in content.items() if options}
+        if path.endswith(".json"):
+            import json
+
+            text = json.dumps(kept, indent=2) + "\n"
+        else:
+            import yaml
+
+            text = yaml.safe_dump(kept, sort_keys=False)
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        replace_file(path, _text_of({title: options for title, options in content.items() if options}, path))
+        replace_file(path, text)
         self._values = None
 
     def _usable(self, content: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -230,18 +239,6 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     if not isinstance(content, dict) or not all(isinstance(options, dict) for options in content.values()):
         raise ValueError('it must hold an object for each section, as in {"APP": {"DEBUG": true}}')
     return content
-
-
-def _text_of(content: dict[str, dict[str, Any]], path: str) -> str:
-    """Return the text of a file with this content: JSON if its name ends so, else YAML."""
-    if path.endswith(".json"):
-        import json
-
-        return json.dumps(content, indent=2) + "\n"
-    import yaml
-
-    text: str = yaml.safe_dump(content, sort_keys=False)
-    return text
 
 
 def _warn(message: str) -> None:

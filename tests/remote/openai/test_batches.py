@@ -17,7 +17,7 @@ from nnsight import LanguageModel, fx
 from nnsight.remote.openai import joined
 from nnsight.remote.openai.batches import Generator
 from nnsight.remote.openai.completions import Completion
-from nnsight.remote.openai.requests import Sampling
+from nnsight.remote.openai.requests import Body
 from nnsight.steering.choices import Addition, orthonormal
 from nnsight.steering.layers import layers_path
 
@@ -44,8 +44,8 @@ class Case:
     tell: Callable[[], None] = lambda: None
 
     def answer(self) -> Completion:
-        sampling = Sampling(self.tokens, self.temperature, 1.0, 0, None, ())
-        return Completion(tuple(self.prompt), sampling, self.additions, Ids(), self.tell, 5, self.start)
+        sampling = Body(model="", max_tokens=self.tokens, temperature=self.temperature)
+        return Completion(self.prompt, sampling, self.additions, Ids(), self.tell, 5, self.start)
 
 
 def served(

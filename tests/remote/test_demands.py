@@ -28,16 +28,6 @@ PROMPT = "The Eiffel Tower is in the city of"
 OTHER = "The Colosseum is in the city of"
 
 
-@pytest.fixture(scope="module")
-def here(demo: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server of the demo model, for which remote=True stands."""
-    with running(engine_of(demo), tmp_path_factory.mktemp("jobs"), key=ModelKey("nnsight/demo")) as server:
-        CONFIG.API.HOST, CONFIG.APP.REMOTE_LOGGING = server.url, False
-        yield server
-        del CONFIG.API.HOST, CONFIG.APP.REMOTE_LOGGING
-        remote_backend.client_of(server.url).close()
-
-
 @pytest.fixture
 def runs(demo: Any) -> Iterator[list[int]]:
     """One entry for each run of the model's first layer."""

@@ -26,6 +26,8 @@ from nnsight.remote.server.serve import GatewayServer
 from nnsight.remote.server.settings import Settings
 from nnsight.remote.server.spool import Spool
 
+from ..serving import until
+
 MODEL = ModelKey("test/model")
 FINISHED = ("COMPLETED", "ERROR")
 
@@ -196,15 +198,6 @@ class Running(Plain):
         values = [float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
         assert values, f"no figure {name}"
         return sum(values)
-
-
-def until(found: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """Return what ``found`` returns, once that is true."""
-    end = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
-    return value
 
 
 @contextlib.contextmanager

@@ -23,9 +23,7 @@ from nnsight.remote.server.models import engine_of
 
 from ..conftest import close, same
 from .remoting import Accounts, Running, account, running
-
-PROMPT = "The Eiffel Tower is in the city of"
-OTHER = "The Colosseum is in the city of"
+from .test_local import OTHER, PROMPT, quietly
 
 
 @pytest.fixture
@@ -319,12 +317,6 @@ BLOCKS: dict[Callable[..., Any], tuple[int, int]] = {
     a_session: (4, 5),
     training: (3, 6),
 }
-
-
-def quietly(block: Callable[..., Any], model: Any, **where: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of what a generation leaves out, eagerly too
-        return block(model, **where)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)

@@ -21,6 +21,7 @@ from nnsight.remote.server.serve import in_background
 from nnsight.steering.registry import Vectors
 
 from ...conftest import Hooks
+from ...serving import until
 
 PROMPTS = ["The Eiffel Tower is in the city of", "The Colosseum is in the city of", "The", "The Louvre is in"]
 CHAT = (
@@ -339,9 +340,4 @@ def test_a_stream_that_nobody_reads_holds_no_place(model: Any, vectors: Vectors,
         for _ in range(3):
             body = {"model": "demo", "prompt": PROMPTS[0], "max_tokens": 4, "stream": True}
             requests.post(f"{address}/v1/completions", json=body, stream=True, timeout=60).close()
-            for _ in range(100):
-                answer = post(address, prompt=PROMPTS[0], max_tokens=1)
-                if answer.status_code == 200:
-                    break
-                time.sleep(0.05)  # the answer that nobody reads is being made
-            assert answer.status_code == 200
+            until(lambda: post(address, prompt=PROMPTS[0], max_tokens=1).ok)  # the answer that nobody reads is being made

@@ -33,16 +33,16 @@ _MOST_BYTES, _UPLOAD = 4 * 2**20, 60.0
 class OpenAIModel:
     """A model behind these routes: ``vectors`` are those that requests can name, and ``together`` is how many answers share a batch."""
 
-    def __init__(self, model: Any, vectors: Vectors, together: int = 8, at: str = "") -> None:
+    def __init__(self, model: Any, vectors: Vectors, together: int = 8) -> None:
         model.dispatch()
         self.model, self.vectors = model, vectors
-        self.at = at or layers_path(model)
-        self.layers = range(count_of(model, self.at))
+        at = layers_path(model)
+        self.layers = range(count_of(model, at))
         config = model._module.config.get_text_config()
         self.hidden = int(config.hidden_size)
         self.longest = int(getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0) or 2**20)
         vectors.fit(self.hidden)
-        self.generator = Generator(model, self.at, together, self.longest)
+        self.generator = Generator(model, at, together, self.longest)
         self.created = int(time.time())
 
     def additions(self, wanted: Wanted) -> dict[int, Addition]:

@@ -34,16 +34,17 @@ from .run import EngineInterpreter, JobRun
 class JobEngine:
     """Runs programs in the engine of ``model``, a :class:`~nnsight.vllm.model.VLLM`.
 
-    ``structure`` is the same model of transformers, without weights, for which programs are recorded; ``limits`` are those of one job. At
-    most ``width`` programs are taken at a time.
+    ``structure`` is the same model of transformers, without weights, for which programs are recorded; ``limits`` are those of one job.
 
     Raises:
         ValueError: If the engine copies values out of its graph instead of stopping there (``captures=``).
     """
 
-    def __init__(self, model: Any, structure: NNsight, limits: Limits | None = None, width: int = 256) -> None:
+    width = 256
+
+    def __init__(self, model: Any, structure: NNsight, limits: Limits | None = None) -> None:
         model.dispatch()
-        self.width, self._structure, self._limits = width, structure, limits or Limits()
+        self._structure, self._limits = structure, limits or Limits()
         engine: VLLMEngine = model._engine
         if engine.limits.captured:
             raise ValueError("An engine with `captures=` cannot run programs of remote clients: they may edit what they read. Use `taps=`.")

@@ -509,6 +509,7 @@ def test_an_interrupted_trace_leaves_the_engine_usable(model: VLLM) -> None:
             raise KeyboardInterrupt
         with tracer.invoke(PROMPTS[1]):
             model.model.layers[2].output  # noqa: B018
+    assert str(tracer.report).startswith("trace: engine, 2 requests\n  request 0: block ran ")
     assert not model.engine.llm_engine.has_unfinished_requests()
     assert plain(model, PROMPTS) == [tokens(model(prompt, **GREEDY)) for prompt in PROMPTS]
     with model.trace(PROMPTS[0], **GREEDY):

@@ -66,7 +66,7 @@ from nnsight.remote.server.keys import KeyFile
 from nnsight.remote.server.serve import serve
 port, spool, keys, result = sys.argv[1:]
 found = Path(result).read_bytes()
-serve({ModelKey("nnsight/demo"): ThreadEngine(lambda payload, log: found)}, KeyFile(Path(keys)), Path(spool), port=int(port))
+serve({ModelKey("nnsight/demo"): ThreadEngine(lambda payloads, logs: [found])}, KeyFile(Path(keys)), Path(spool), port=int(port))
 """
 
 

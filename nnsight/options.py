@@ -164,8 +164,6 @@ class OptionFile:
             ValueError: If the file exists and is not what :meth:`write` writes; it is not touched then.
             OSError: If the file cannot be written.
         """
-        import tempfile
-
         path = os.path.realpath(self.path)
         try:
             content = _read(path)
@@ -178,17 +176,17 @@ class OptionFile:
                 options.pop(known, None)
             if value != option.default:
                 options[option.alias or name] = value
-        folder = os.path.dirname(path)
-        os.makedirs(folder, mode=0o700, exist_ok=True)
-        # Only the user may read it, because it may have a key. It is replaced as a whole.
-        descriptor, temporary = tempfile.mkstemp(dir=folder, prefix=".config-")
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(_text_of({title: options for title, options in content.items() if options}, path))
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        kept = {title: options for title, options in content.items() if options}
+        if path.endswith(".json"):
+            import json
+
+            text = json.dumps(kept, indent=2) + "\n"
+        else:
+            import yaml
+
+            text = yaml.safe_dump(kept, sort_keys=False)
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        replace_file(path, text)
         self._values = None
 
     def _usable(self, content: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -203,6 +201,20 @@ class OptionFile:
                 what = f"there is no option {path}" if option is None else f"{path} is not of type {option.kind.__name__}"
                 _warn(f"{self.path}: {what}; it is not used.")
         return values
+
+
+def replace_file(path: str, text: str) -> None:
+    """Replace a file as a whole; only its owner can read it, because it may have a key."""
+    import tempfile
+
+    descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".nnsight-")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:
@@ -227,18 +239,6 @@ def _read(path: str) -> dict[str, dict[str, Any]]:
     if not isinstance(content, dict) or not all(isinstance(options, dict) for options in content.values()):
         raise ValueError('it must hold an object for each section, as in {"APP": {"DEBUG": true}}')
     return content
-
-
-def _text_of(content: dict[str, dict[str, Any]], path: str) -> str:
-    """Return the text of a file with this content: JSON if its name ends so, else YAML."""
-    if path.endswith(".json"):
-        import json
-
-        return json.dumps(content, indent=2) + "\n"
-    import yaml
-
-    text: str = yaml.safe_dump(content, sort_keys=False)
-    return text
 
 
 def _warn(message: str) -> None:

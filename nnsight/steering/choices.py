@@ -35,9 +35,8 @@ def orthonormal(directions: torch.Tensor) -> torch.Tensor:
 
 
 class Addition(NamedTuple):
-    """What is done to a hidden state: ``remove``, ``[directions, hidden]``, is projected out, then ``add``, ``[hidden]``, is added.
-
-    That is float32 on the CPU.
+    """What is done to a hidden state: the plane with the basis ``remove``, ``[directions, hidden]``, is projected out, then ``add``,
+    ``[hidden]``, is added. Both are float32 on the CPU, and the basis is orthonormal.
     """
 
     add: torch.Tensor | None
@@ -78,7 +77,7 @@ class Choice:
         return cls(tuple(zip(names, scales, strict=True)), removed, layers, start, prefix)
 
     def at_layers(self, vectors: Vectors, known: Collection[int], hidden: int, rank: int | None) -> dict[int, Addition]:
-        """Return what is done at each layer; raise ``ValueError`` if a vector or a layer cannot be used.
+        """Return what is done at each layer; raise ``ValueError`` if that is not possible.
 
         ``known`` are the layers that can be steered, and ``rank`` is how many directions may be removed, ``None`` for any number.
         """
@@ -97,7 +96,7 @@ class Choice:
         for layer in layers:
             added = [scale * vectors.direction(name, layer, hidden) for name, scale in self.add]
             removed = [vectors.direction(name, layer, hidden) for name in self.remove]
-            made[layer] = Addition(torch.stack(added).sum(0) if added else None, torch.stack(removed) if removed else None)
+            made[layer] = Addition(torch.stack(added).sum(0) if added else None, orthonormal(torch.stack(removed)) if removed else None)
         return made
 
     def _own_layers(self, vectors: Vectors) -> list[int]:

@@ -14,6 +14,7 @@ Two formats are read and written. Both are tables of numbers that run no code:
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -46,12 +47,7 @@ def parse_vector(data: bytes, source: str, name: str | None = None) -> Direction
             "its name."
         )
     chosen = groups[name] if name in groups else next(iter(groups.values()))
-    return {layer: direction_of(tensor, f"{source}: {key!r}") for layer, (key, tensor) in sorted(chosen.items(), key=order)}
-
-
-def order(item: tuple[int | None, Any]) -> int:
-    """Sort directions by their layers, the one for any layer first."""
-    return -1 if item[0] is None else item[0]
+    return directions_of({layer: direction_of(tensor, f"{source}: {key!r}") for layer, (key, tensor) in chosen.items()}, source)
 
 
 def _safetensors(data: bytes, source: str) -> dict[str, torch.Tensor]:
@@ -62,6 +58,19 @@ def _safetensors(data: bytes, source: str) -> dict[str, torch.Tensor]:
         return dict(load(data))
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(f"{source}: neither a safetensors file nor one in GGUF ({type(error).__name__}: {error}).") from error
+
+
+def directions_of(given: Mapping[Any, Any], what: str) -> Directions:
+    """Return directions on the CPU, in float32, in the order of their layers; raise ``TypeError`` or ``ValueError`` if they are none."""
+    for layer in given:
+        if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 0):
+            raise TypeError(f"{what}: layers are numbers from 0, not {layer!r}.")
+    places = {layer: what if layer is None else f"{what}, layer {layer}" for layer in sorted(given, key=lambda layer: layer or 0)}
+    made = {layer: direction_of(given[layer], place) for layer, place in places.items()}
+    sizes = {len(direction) for direction in made.values()}
+    if len(sizes) != 1:
+        raise ValueError(f"{what}: the directions have different sizes, {sorted(sizes)}." if sizes else f"{what} has no directions.")
+    return made
 
 
 def direction_of(tensor: Any, what: str) -> torch.Tensor:

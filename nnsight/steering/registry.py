@@ -6,11 +6,10 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from .formats import Directions, direction_of, order, parse_vector
+from .formats import Directions, directions_of, parse_vector
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
@@ -56,17 +55,8 @@ class Vectors(Mapping[str, Directions]):
             TypeError: If ``value`` is neither.
             ValueError: If the name is taken, or a direction has another size, dtype or values that are not finite.
         """
-        given: dict[Any, Any] = dict(value) if isinstance(value, Mapping) else {None: value}
-        for layer in given:
-            if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 0):
-                raise TypeError(f"vector {name!r}: layers are numbers from 0, not {layer!r}.")
-        if not given:
-            raise ValueError(f"vector {name!r} has no directions.")
-        made: Directions = {
-            layer: direction_of(tensor, f"vector {name!r}" + ("" if layer is None else f", layer {layer}"))
-            for layer, tensor in sorted(given.items(), key=order)
-        }
-        return self._add(name, made, f"vector {name!r}")
+        what = f"vector {name!r}"
+        return self._add(name, directions_of(value if isinstance(value, Mapping) else {None: value}, what), what)
 
     def add_parsed(self, name: str, data: bytes, source: str) -> str:
         """Register the vector in the content of a file, which messages call ``source``; see :func:`.parse_vector`."""
@@ -77,11 +67,9 @@ class Vectors(Mapping[str, Directions]):
             raise ValueError(f"{name!r} is no name for a vector: names have letters, digits and '_', '-', '.'.")
         if name in self._vectors:
             raise ValueError(f"There is a vector {name!r} already: remove it first, or choose another name.")
-        sizes = {len(direction) for direction in vector.values()}
-        if len(sizes) > 1:
-            raise ValueError(f"{source}: the directions have different sizes, {', '.join(map(str, sorted(sizes)))}.")
-        if self.hidden is not None and sizes != {self.hidden}:
-            raise ValueError(_SIZE.format(what=source, size=sizes.pop(), hidden=self.hidden))
+        size = len(next(iter(vector.values())))
+        if self.hidden is not None and size != self.hidden:
+            raise ValueError(_SIZE.format(what=source, size=size, hidden=self.hidden))
         self._vectors[name] = vector
         return name
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from ..modeling.base import NNsight
-from .formats import direction_of, parse_vector
+from .formats import directions_of, parse_vector
 from .gguf import MAGIC, write_control_vector
 from .layers import count_of, device_of, hidden_of, layers_path, read, with_hidden, write
 
@@ -40,7 +40,8 @@ class SteeringVector(Mapping[int, torch.Tensor]):
 
     Raises:
         TypeError: If a direction is no tensor, or a layer no number.
-        ValueError: If directions have other shapes than ``[hidden]``, different sizes, or values that are not finite.
+        ValueError: If directions have other shapes than ``[hidden]``, different sizes, or values that are not finite; or if one is for any
+            layer (``None``).
     """
 
     directions: Mapping[int, torch.Tensor]
@@ -49,13 +50,9 @@ class SteeringVector(Mapping[int, torch.Tensor]):
     about: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for layer in self.directions:
-            if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:
-                raise TypeError(f"A steering vector has directions by the numbers of layers from 0, and not by {layer!r}.")
-        made = {layer: direction_of(tensor, f"The direction of layer {layer}") for layer, tensor in sorted(self.directions.items())}
-        if not made or len({len(direction) for direction in made.values()}) > 1:
-            raise ValueError("A steering vector has one direction or more, all of one size.")
-        object.__setattr__(self, "directions", made)
+        if None in self.directions:
+            raise ValueError("The direction is for any layer. Name its layers: `SteeringVector({5: direction})`.")
+        object.__setattr__(self, "directions", directions_of(self.directions, "The steering vector"))
 
     def __getitem__(self, layer: int) -> torch.Tensor:
         if layer not in self.directions:
@@ -142,7 +139,10 @@ class SteeringVector(Mapping[int, torch.Tensor]):
             ValueError: If the mode is unknown, ``low`` is above ``high`` or "clamp" has neither, or the model does not fit the vector.
             KeyError: If the vector has no direction for one of the layers.
         """
-        _check_mode(mode, low, high)
+        if mode not in _MODES:
+            raise ValueError(f"mode={mode!r}: the modes are {', '.join(map(repr, _MODES))}.")
+        if (mode == "clamp" and low == -math.inf and high == math.inf) or low > high:
+            raise ValueError(f"low={low} and high={high}: clamp takes one limit or both, the lower one first.")
         chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else sorted(set(layers))
         directions = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
         paths = self._paths(model, chosen)
@@ -199,11 +199,8 @@ class SteeringVector(Mapping[int, torch.Tensor]):
             ValueError: If it is not right, or its direction is for any layer: it is then a tensor, not a vector with layers.
         """
         data = Path(path).read_bytes()
-        directions = parse_vector(data, str(path), name)
-        if None in directions:
-            raise ValueError(f"{path}: the direction is for any layer. Name its layers: `SteeringVector({{5: direction}})`.")
-        at, effects, about = _notes(data, str(path))
-        return cls({layer: tensor for layer, tensor in directions.items() if layer is not None}, at, effects, about)
+        directions: Any = parse_vector(data, str(path), name)
+        return cls(directions, *_notes(data, str(path)))
 
     def push(self, repository: str, file: str = "vector.safetensors", **options: Any) -> str:
         """Upload the vector to a repository of the Hugging Face hub, and return the address; ``options`` are those of ``upload_file``."""
@@ -219,13 +216,6 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         from huggingface_hub import hf_hub_download
 
         return cls.load(hf_hub_download(repository, file, **options), name)
-
-
-def _check_mode(mode: str, low: float, high: float) -> None:
-    if mode not in _MODES:
-        raise ValueError(f"mode={mode!r}: the modes are {', '.join(map(repr, _MODES))}.")
-    if (mode == "clamp" and low == -math.inf and high == math.inf) or low > high:
-        raise ValueError(f"low={low} and high={high}: clamp takes one limit or both, the lower one first.")
 
 
 def _edited(

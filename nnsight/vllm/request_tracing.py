@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 from ..runtime.mediator import Mediator
@@ -39,12 +40,9 @@ class EngineReport(Report):
         if self.mode != "engine":
             return super().__str__()
         lines = [f"trace: engine, {len(self.tiers)} request{'s' * (len(self.tiers) != 1)}"]
-        for number, (tier, steps) in enumerate(zip(self.tiers, self.steps, strict=True)):
+        for number, (tier, steps, made, why) in enumerate(zip_longest(self.tiers, self.steps, self.programs, self.reasons)):
             line = f"  request {number}: block {'would run' if self.planned else 'ran'} {tier}" + (f", in {steps} steps" if steps else "")
-            if number < len(self.programs) and self.programs[number]:
-                line += f", {self.programs[number]} of them as a program"
-            elif number < len(self.reasons) and self.reasons[number]:
-                line += f"; as Python, because {self.reasons[number]}"
+            line += f", {made} of them as a program" if made else f"; as Python, because {why}" if why else ""
             lines.append(line)
         return "\n".join([*lines, *(f"    {location}" for location in self.spliced)])
 

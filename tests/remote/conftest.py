@@ -11,6 +11,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import nnsight
+from nnsight import CONFIG
+from nnsight.remote.client.remote_backend import client_of
+from nnsight.remote.protocol import ModelKey
+from nnsight.remote.server.models import engine_of
 
 from .remoting import Accounts, Orders, Running, account, running
 
@@ -27,6 +31,16 @@ def model(demo: Any) -> Any:
     torch.manual_seed(0)
     config = GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=1024, bos_token_id=0, eos_token_id=0)
     return nnsight.LanguageModel(GPT2LMHeadModel(config).eval(), demo.tokenizer)
+
+
+@pytest.fixture(scope="module")
+def here(demo: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server of the demo model, for which remote=True stands."""
+    with running(engine_of(demo), tmp_path_factory.mktemp("jobs"), key=ModelKey("nnsight/demo")) as server:
+        CONFIG.API.HOST, CONFIG.APP.REMOTE_LOGGING = server.url, False
+        yield server
+        del CONFIG.API.HOST, CONFIG.APP.REMOTE_LOGGING
+        client_of(server.url).close()
 
 
 @pytest.fixture

@@ -26,6 +26,8 @@ from nnsight.remote.server.serve import GatewayServer
 from nnsight.remote.server.settings import Settings
 from nnsight.remote.server.spool import Spool
 
+from ..serving import until
+
 MODEL = ModelKey("test/model")
 FINISHED = ("COMPLETED", "ERROR")
 
@@ -86,7 +88,9 @@ class Orders:
             raise SystemExit
         return str(what.get("say", "")).encode() * what.get("times", 1)
 
-    def together(self, payloads: Sequence[bytes], logs: Sequence[Callable[[str], None]]) -> list[bytes | Exception]:
+    def outcomes(self, payloads: Sequence[bytes], logs: Sequence[Callable[[str], None]]) -> list[bytes | Exception]:
+        if len(payloads) == 1:
+            return [self(payloads[0], logs[0])]
         self.seen.append([read_order(payload).get("say") for payload in payloads])
         if any(read_order(payload).get("spoils") for payload in payloads):
             raise RuntimeError("the group failed")
@@ -96,7 +100,7 @@ class Orders:
         return read_order(payload).get("kind")
 
     def engine(self) -> ThreadEngine:
-        return ThreadEngine(self, "test-engine", self.together, self.kind_of, most_stuck=2)
+        return ThreadEngine(self.outcomes, "test-engine", self.kind_of)
 
 
 class Plain:
@@ -194,15 +198,6 @@ class Running(Plain):
         values = [float(line.split()[-1]) for line in lines if line.split("{")[0].split(" ")[0] == name]
         assert values, f"no figure {name}"
         return sum(values)
-
-
-def until(found: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """Return what ``found`` returns, once that is true."""
-    end = time.monotonic() + seconds
-    while not (value := found()):
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)
-    return value
 
 
 @contextlib.contextmanager

@@ -364,17 +364,6 @@ def model(demo: Any) -> Any:
     return demo
 
 
-@pytest.fixture(scope="module")
-def here(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server of the demo model, for which remote=True stands."""
-    spool = tmp_path_factory.mktemp("jobs")
-    with running(engine_of(model), spool, key=ModelKey("nnsight/demo")) as server:
-        CONFIG.API.HOST, CONFIG.APP.REMOTE_LOGGING = server.url, False
-        yield server
-        del CONFIG.API.HOST, CONFIG.APP.REMOTE_LOGGING
-        client_module.client_of(server.url).close()
-
-
 PROMPT = "The Eiffel Tower is in the city of"
 
 

@@ -23,19 +23,7 @@ from nnsight.remote.server.models import engine_of
 
 from ..conftest import close, same
 from .remoting import Accounts, Running, account, running
-
-PROMPT = "The Eiffel Tower is in the city of"
-OTHER = "The Colosseum is in the city of"
-
-
-@pytest.fixture(scope="module")
-def here(demo: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server of the demo model, for which remote=True stands."""
-    with running(engine_of(demo), tmp_path_factory.mktemp("jobs"), key=ModelKey("nnsight/demo")) as server:
-        CONFIG.API.HOST, CONFIG.APP.REMOTE_LOGGING = server.url, False
-        yield server
-        del CONFIG.API.HOST, CONFIG.APP.REMOTE_LOGGING
-        remote_backend.client_of(server.url).close()
+from .test_local import OTHER, PROMPT, quietly
 
 
 @pytest.fixture
@@ -329,12 +317,6 @@ BLOCKS: dict[Callable[..., Any], tuple[int, int]] = {
     a_session: (4, 5),
     training: (3, 6),
 }
-
-
-def quietly(block: Callable[..., Any], model: Any, **where: Any) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of what a generation leaves out, eagerly too
-        return block(model, **where)
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)

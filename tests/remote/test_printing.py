@@ -21,11 +21,9 @@ from nnsight.remote.protocol import ModelKey
 from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.models import engine_of
 
-from .remoting import Catch, running
+from .remoting import Catch, Running
 from .test_hostile import LIMITS, MODEL, job, node, op, read, ref
-
-PROMPT = "The Eiffel Tower is in the city of"
-OTHER = "The Colosseum is in the city of"
+from .test_local import OTHER, PROMPT
 
 
 def show(tensor: torch.Tensor) -> None:
@@ -191,19 +189,16 @@ def test_values_are_not_there_between_the_traces_of_a_session(model: Any) -> Non
 # -- servers ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_server_sends_what_is_printed(demo: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_sends_what_is_printed(demo: Any, here: Running, capsys: pytest.CaptureFixture[str]) -> None:
     a_pass(demo)
-    here, expected = numbers(capsys.readouterr().out)
-    CONFIG.APP.REMOTE_LOGGING = False  # until the end of the test
-    with running(engine_of(demo), tmp_path / "jobs", key=ModelKey("nnsight/demo")) as there:
-        a_pass(demo, remote=there.url)
-        found = numbers(capsys.readouterr().out)
-        with demo.trace(PROMPT, remote=there.url, blocking=False) as tracer:
-            print("later", demo.transformer.h[0].output.mean())
-        tracer.backend.wait()
-        later = capsys.readouterr().out
-    assert found[0] == here and found[1] == pytest.approx(expected, abs=1e-4)
-    assert later.startswith("later tensor(")
+    text, expected = numbers(capsys.readouterr().out)
+    a_pass(demo, remote=True)
+    found = numbers(capsys.readouterr().out)
+    assert found[0] == text and found[1] == pytest.approx(expected, abs=1e-4)
+    with demo.trace(PROMPT, remote=True, blocking=False) as tracer:
+        print("later", demo.transformer.h[0].output.mean())
+    tracer.backend.wait()
+    assert capsys.readouterr().out.startswith("later tensor(")
 
 
 # -- limits and harm -------------------------------------------------------------------------------------------------
@@ -256,9 +251,9 @@ def test_long_text_is_cut(model: Any) -> None:
 
 
 def test_an_engine_tells_nobody_when_its_loop_has_ended() -> None:
-    def run(payload: bytes, tell: Any) -> bytes:
-        kept.append(tell)
-        return payload
+    def run(payloads: Any, logs: Any) -> list[Any]:
+        kept.extend(logs)
+        return list(payloads)
 
     kept: list[Any] = []
     engine = ThreadEngine(run)

@@ -23,6 +23,7 @@ from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.settings import Settings
 
 from .. import ROOT
+from ..serving import free_port
 from .remoting import FINISHED, MODEL, Accounts, Catch, Running, account, messages, order, read_order, running, until
 
 #: What warns here is code of Ray.
@@ -90,7 +91,7 @@ def together(payloads: Any, logs: Any) -> list[bytes | Exception]:
 
 
 def build() -> ThreadEngine:
-    return ThreadEngine(obey, "test-replica", together, kind_of)
+    return ThreadEngine(together, "test-replica", kind_of)
 
 
 # -- the tests -----------------------------------------------------------------------------------------------------------------------
@@ -214,8 +215,7 @@ def test_a_model_on_replicas_computes_what_it_does_here(replicas: Any, tmp_path:
 
 def test_the_command_serves_on_a_cluster_of_its_own_and_takes_it_down(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed: `make test-ray` does that, in an environment of its own")
-    with socketlib.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "nnsight.cli", "serve", "nnsight/demo", "--ray", "--replicas", "1-2", "--replica-cpus", "0.5"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("RAY_ADDRESS", None)

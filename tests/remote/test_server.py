@@ -37,6 +37,7 @@ from nnsight.remote.server.spool import Spool, StorageFullError
 from nnsight.remote.server.telemetry import JsonLines
 
 from .. import ROOT
+from ..serving import free_port
 from .remoting import MODEL, Accounts, Orders, Plain, Running, account, messages, nonce, order, running, until
 
 # -- the protocol ----------------------------------------------------------------------------------------------------------------
@@ -838,8 +839,7 @@ def test_the_command_serves_and_drains(tmp_path: Path, monkeypatch: pytest.Monke
     for name in ("nnsight", "uvicorn", "uvicorn.error"):  # as they were, after the test
         for attribute in ("handlers", "propagate", "level"):
             monkeypatch.setattr(logging.getLogger(name), attribute, getattr(logging.getLogger(name), attribute))
-    with sockets.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     command = ["serve", "nnsight/demo", "--port", str(port), "--spool", str(tmp_path / "jobs")]
     thread = threading.Thread(target=cli.main, args=(command,))
     thread.start()
@@ -864,8 +864,7 @@ serve({MODEL: Orders().engine()}, OpenDoor(), Path(sys.argv[1]), port=int(sys.ar
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_goes_on_when_it_is_started_again(tmp_path: Path) -> None:
-    with sockets.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     server = Plain()
     server.url = f"http://127.0.0.1:{port}"
 

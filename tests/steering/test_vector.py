@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from transformers import (
 
 from nnsight import LanguageModel, NNsight, fx
 from nnsight.steering import SteeringVector
+
+from ..conftest import Hooks
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "output_scores": True, "return_dict_in_generate": True}
 
@@ -52,10 +54,6 @@ def vector() -> SteeringVector:
     return SteeringVector({layer: 3 * torch.randn(32) for layer in range(3)})
 
 
-def layers_of(net: Any) -> Any:
-    return net.transformer.h if hasattr(net, "transformer") else net.model.layers
-
-
 def changed(hidden: torch.Tensor, direction: torch.Tensor, options: dict[str, Any], scale: float) -> torch.Tensor:
     """Return what becomes of a hidden state, written out."""
     result = hidden.clone()
@@ -77,8 +75,7 @@ def changed(hidden: torch.Tensor, direction: torch.Tensor, options: dict[str, An
     return result
 
 
-@contextmanager
-def hooked(net: Any, vector: SteeringVector, options: dict[str, Any]) -> Iterator[None]:
+def hooked(net: Any, vector: SteeringVector, options: dict[str, Any]) -> AbstractContextManager[None]:
     """Steer ``net`` with plain hooks."""
     calls = -1
 
@@ -86,7 +83,7 @@ def hooked(net: Any, vector: SteeringVector, options: dict[str, Any]) -> Iterato
         nonlocal calls
         calls += 1
 
-    def steer(module: Any, args: Any, output: torch.Tensor, layer: int) -> torch.Tensor | None:
+    def steer(output: torch.Tensor, layer: int) -> torch.Tensor | None:
         steps = options.get("steps", slice(None))
         if calls not in (range(99)[steps] if isinstance(steps, slice) else [steps] if isinstance(steps, int) else steps):
             return None
@@ -94,14 +91,10 @@ def hooked(net: Any, vector: SteeringVector, options: dict[str, Any]) -> Iterato
         return changed(output, vector[layer], options, scale(calls) if callable(scale) else scale)
 
     chosen = options.get("layers", list(vector))
-    chosen = [chosen] if isinstance(chosen, int) else chosen
-    handles = [net.register_forward_pre_hook(count)]
-    handles += [layers_of(net)[layer].register_forward_hook(partial(steer, layer=layer)) for layer in chosen]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    hooks = Hooks(net).input("", count)
+    for layer in [chosen] if isinstance(chosen, int) else chosen:
+        hooks.output(f"{'transformer.h' if hasattr(net, 'transformer') else 'model.layers'}.{layer}", partial(steer, layer=layer))
+    return hooks.installed()
 
 
 SETTINGS: list[dict[str, Any]] = [
@@ -266,9 +259,9 @@ def test_arithmetic_and_mapping(vector: SteeringVector) -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "says"),
     [
-        (lambda: SteeringVector({}), ValueError, "one direction or more"),
-        (lambda: SteeringVector({0: torch.randn(4), 1: torch.randn(5)}), ValueError, "all of one size"),
-        (lambda: SteeringVector({-1: torch.randn(4)}), TypeError, "numbers of layers from 0"),
+        (lambda: SteeringVector({}), ValueError, "no directions"),
+        (lambda: SteeringVector({0: torch.randn(4), 1: torch.randn(5)}), ValueError, "different sizes"),
+        (lambda: SteeringVector({-1: torch.randn(4)}), TypeError, "layers are numbers from 0"),
         (lambda: SteeringVector({0: torch.randn(4, 4)}), ValueError, "a direction is .hidden."),
         (lambda: SteeringVector({0: torch.tensor([1.0, math.nan])}), ValueError, "not finite"),
     ],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from .. import ROOT
+from ..conftest import Hooks
 
 if TYPE_CHECKING:
     from nnsight import LanguageModel
@@ -69,22 +70,16 @@ def adding(vector: torch.Tensor, start: int = 0) -> Callable[[torch.Tensor], tor
     return added
 
 
-@contextmanager
-def hooks(reference: LanguageModel, edits: Edits) -> Iterator[None]:
-    """Register hooks that edit outputs and inputs."""
-    handles = []
+def hooks(reference: LanguageModel, edits: Edits) -> AbstractContextManager[None]:
+    """Return a context in which hooks edit outputs and inputs."""
+    made = Hooks(reference._module)
     for place, edit in edits.items():
         path = f"model.layers.{place}" if isinstance(place, int) else place
-        module = reference._module.get_submodule(path.removesuffix(".input"))
         if path.endswith(".input"):
-            handles.append(module.register_forward_pre_hook(lambda module, args, edit=edit: (edit(args[0]),)))
+            made.input(path.removesuffix(".input"), lambda args, kwargs, edit=edit: ((edit(args[0]), *args[1:]), kwargs))
         else:
-            handles.append(module.register_forward_hook(lambda module, args, output, edit=edit: edit(output)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+            made.output(path, edit)
+    return made.installed()
 
 
 def generated(reference: LanguageModel, ids: list[int], edits: Edits | None = None, count: int = 6) -> list[int]:

@@ -28,21 +28,26 @@ def last_line(script: str, *given: Any, **environment: str) -> Any:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-_ONE_ENDS = """
+_BEGIN = """
 import gc, json, sys, weakref
 
 from nnsight.vllm import VLLM
 
 folder, options, prompt, sampling = json.loads(sys.argv[1])
+"""
+
+_FIRST = f"""{_BEGIN}
 first = VLLM(folder, **options, dispatch=True)
 expected = list(first(prompt, **sampling).outputs[0].token_ids)
 core = weakref.ref(first.engine.llm_engine.engine_core.engine_core)
 
 from nnsight.vllm.worker.worker import Worker
+from vllm.distributed import model_parallel_is_initialized
 
 load_model = Worker.load_model
+"""
 
-
+_ONE_ENDS = f"""{_FIRST}
 def collecting(self, *args, **kwargs):
     global first
     del first
@@ -52,12 +57,9 @@ def collecting(self, *args, **kwargs):
 
 
 Worker.load_model, ended = collecting, []
-second = VLLM(folder, **options)
-second.dispatch()
+second = VLLM(folder, **options, dispatch=True)
 Worker.load_model = load_model
 found = list(second(prompt, **sampling).outputs[0].token_ids)
-from vllm.distributed import model_parallel_is_initialized
-
 del second
 gc.collect()
 print(json.dumps([ended, found == expected, len(found), model_parallel_is_initialized()]))
@@ -68,19 +70,7 @@ def test_an_engine_that_ends_while_another_is_made_takes_nothing_from_it(folder:
     assert last_line(_ONE_ENDS, folder, OPTIONS, PROMPTS[0], GREEDY) == [[True], True, 6, False]
 
 
-_NONE_IS_LEFT = """
-import gc, json, sys
-
-from nnsight.vllm import VLLM
-
-folder, options, prompt, sampling = json.loads(sys.argv[1])
-first = VLLM(folder, **options, dispatch=True)
-from nnsight.vllm.worker.worker import Worker
-from vllm.distributed import model_parallel_is_initialized
-
-load_model = Worker.load_model
-
-
+_NONE_IS_LEFT = f"""{_FIRST}
 def failing(self, *args, **kwargs):
     global first
     del first
@@ -104,14 +94,8 @@ def test_an_engine_that_cannot_be_made_leaves_no_groups_of_one_that_ended(folder
     assert last_line(_NONE_IS_LEFT, folder, OPTIONS, PROMPTS[0], GREEDY) == ["no such weights", False, 6]
 
 
-_WITH_NUMBA = """
-import json, sys
-
-import numba
-
-from nnsight.vllm import VLLM
-
-folder, options, prompt, sampling = json.loads(sys.argv[1])
+_WITH_NUMBA = f"""import numba
+{_BEGIN}
 found = [len(VLLM(folder, **options)(prompt, **sampling).outputs[0].token_ids) for _ in range(2)]
 print(json.dumps([*found, numba.njit(lambda x: x + 1)(2)]))
 """

@@ -186,7 +186,7 @@ def test_programs_that_cannot_be_in_a_graph(reference: LanguageModel) -> None:
         layers[1].output = layers[1].output.clamp(max=limit)
 
     program = GraphProgram.of("limited", program_of(limited))
-    with pytest.raises(ValueError, match=r"no parameter 'limit': no call of torch .*Parameters of this program: none"):
+    with pytest.raises(ValueError, match=r"no parameter 'limit': no call of torch .*Its parameters: none"):
         program.parameters({"limit": 3.0})
 
 
@@ -352,7 +352,7 @@ def test_mistakes_are_errors_at_their_line(model: VLLM, reference: LanguageModel
         with pytest.raises(error, match=message), model.trace(PROMPTS[0], **GREEDY):
             model.steer(*names, **given)
 
-    refused(ValueError, r"steer\('push'\) has no parameter 'beta': no call.*Parameters of this program: alpha, direction", "push", beta=1.0)
+    refused(ValueError, r"steer\('push'\) has no parameter 'beta': no call.*Its parameters: alpha, direction", "push", beta=1.0)
     refused(ValueError, "has shape", "push", direction=torch.zeros(3))
     refused(ValueError, "not finite", "push", alpha=float("nan"))
     refused(TypeError, "a program has `start` and its parameters only", "push", scale=2.0)

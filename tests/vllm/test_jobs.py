@@ -8,18 +8,13 @@ import gc
 import json
 import os
 import random
-import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-import requests
 import torch
 
 import nnsight
@@ -36,6 +31,7 @@ from nnsight.vllm import VLLM
 from nnsight.vllm.jobs.engine import Either, JobEngine
 
 from ..program.test_differential import SAVES, STATEMENTS, function_of
+from ..serving import serving
 from .llama import HIDDEN, OPTIONS, PROMPTS
 
 pytestmark = [
@@ -488,10 +484,10 @@ def test_many_jobs_leave_nothing(clients: Clients) -> None:
 def test_ending_a_job_that_waits_for_the_other_engine_ends_no_other(clients: Clients) -> None:
     begun, go = threading.Event(), threading.Event()
 
-    def slow(payload: bytes, log: Any) -> bytes:
+    def slow(payloads: Any, logs: Any) -> list[Any]:
         begun.set()
         assert go.wait(20)
-        return b"done"
+        return [b"done"]
 
     backend, model = Recorded(), clients.client
     with model.trace(PROMPTS[0], backend=backend):
@@ -514,24 +510,9 @@ def test_ending_a_job_that_waits_for_the_other_engine_ends_no_other(clients: Cli
 
 @pytest.mark.parametrize("more", [["--engine", "vllm,local"], ["--engine", "vllm", "--ray"]], ids=["both engines", "Ray"])
 def test_the_command_serves(folder: Path, reference: LanguageModel, tmp_path: Path, more: list[str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     options = ["--dtype", "float32", "--vllm-options", json.dumps({name: OPTIONS[name] for name in OPTIONS if name != "dtype"})]
-    command = [sys.executable, "-m", "nnsight.cli", "serve", str(folder), "--port", str(port), "--spool", f"{tmp_path}/jobs", *options]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen([*command, *more], stderr=log)
-    address, client = f"http://127.0.0.1:{port}", LanguageModel(folder, dtype="float32")
-    try:
-        for _ in range(480):
-            assert process.poll() is None, (tmp_path / "log").read_text()[-2000:]
-            try:
-                requests.get(f"{address}/health", timeout=5)
-                break
-            except requests.ConnectionError:
-                time.sleep(0.25)
+    with serving(tmp_path / "log", "serve", folder, "--spool", tmp_path / "jobs", *options, *more) as address:
+        client = LanguageModel(folder, dtype="float32")
         same(generates(client, remote=address), generates(reference))
         if "vllm,local" in more:
             same(gradients(client, remote=address), gradients(reference))
-    finally:
-        process.terminate()
-        process.wait(60)

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 from safetensors.torch import save, save_file
 
@@ -23,7 +18,9 @@ from nnsight import LanguageModel
 from nnsight.cli import main
 from nnsight.vllm import VLLM
 
-from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, ROOT, adding, generated, tokens
+from ..serving import serving as served
+from ..serving import until
+from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, adding, generated, tokens
 from .test_graph_programs import OTHER, hooked, recorded
 from .test_traces import without
 from .test_vectors import gguf
@@ -31,7 +28,6 @@ from .test_vectors import gguf
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
 
 KEY = "a-key"
-START_SECONDS = 400
 
 
 def direction(seed: int) -> torch.Tensor:
@@ -53,27 +49,21 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, port: int, process: subprocess.Popen[bytes], log: Path) -> None:
-        self.address, self.process, self.log = f"http://127.0.0.1:{port}", process, log
+    def __init__(self, address: str) -> None:
+        self.address = address
 
-    def open(self, method: str, path: str, data: bytes | None = None, key: str | None = KEY) -> Any:
+    def open(self, method: str, path: str, data: bytes | None = None, key: str | None = KEY) -> requests.Response:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-        return urllib.request.urlopen(
-            urllib.request.Request(self.address + path, data=data, method=method, headers=headers), timeout=120
-        )
+        return requests.request(method, self.address + path, data=data, headers=headers, timeout=120, stream=True)
 
     def ask(self, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
         """Return status and answer."""
         data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        answer = self.open(method, path, data, **options)
         try:
-            with self.open(method, path, data, **options) as answer:
-                text, status = answer.read(), answer.status
-        except urllib.error.HTTPError as error:
-            text, status = error.read(), error.code
-        try:
-            return status, json.loads(text)
+            return answer.status_code, answer.json()
         except ValueError:
-            return status, text.decode()
+            return answer.status_code, answer.text
 
     def complete(self, prompt: Any, xargs: dict[str, Any] | None = None, **options: Any) -> tuple[int, Any]:
         body = {"model": "tiny", "prompt": prompt, "temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
@@ -99,36 +89,16 @@ class Server:
         return float(line.split()[1])
 
 
-def command(folder: Path, *options: Any) -> list[str]:
-    given = ["vllm", "serve", folder, "--served-model-name", "tiny", "--edits", "model.layers.*", *options]
-    return [sys.executable, "-m", "nnsight.cli", *map(str, given)]
+def command(folder: Path, *options: Any) -> list[Any]:
+    return ["vllm", "serve", folder, "--served-model-name", "tiny", "--edits", "model.layers.*", *options]
 
 
 @contextmanager
 def serving(folder: Path, log: Path, *options: Any) -> Iterator[Server]:
     """Run a server of ``folder`` that writes to ``log``."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    given = ["--dtype", "float32", "--max-model-len", 256, "--kv-cache-memory-bytes", 64 << 20]
-    given += ["--host", "127.0.0.1", "--port", port, "--api-key", KEY, *options]
-    with log.open("wb") as out:
-        process = subprocess.Popen(command(folder, *given), stdout=out, stderr=out, cwd=ROOT)
-    server = Server(port, process, log)
-    try:
-        for _ in range(START_SECONDS):
-            assert process.poll() is None, log.read_text()[-8000:]
-            try:
-                server.open("GET", "/health").close()
-                break
-            except OSError:
-                time.sleep(1)
-        else:
-            raise AssertionError(log.read_text()[-8000:])
-        yield server
-    finally:
-        process.terminate()
-        process.wait(60)
+    given = ["--dtype", "float32", "--max-model-len", 256, "--kv-cache-memory-bytes", 64 << 20, "--host", "127.0.0.1", "--api-key", KEY]
+    with served(log, *command(folder, *given, *options)) as address:
+        yield Server(address)
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +199,7 @@ def test_chats_streams_and_several_answers(server: Server, reference: LanguageMo
         body = {"model": "tiny", "prompt": PROMPTS[0], "max_tokens": 6, "temperature": 0.0, "ignore_eos": True}
         body |= {"stream": True, "return_token_ids": True, **extra}
         with server.open("POST", "/v1/completions", json.dumps(body).encode()) as answer:
-            events = [json.loads(line[6:]) for line in answer if line.startswith(b"data: {")]
+            events = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith(b"data: {")]
         assert [token for event in events for token in event["choices"][0]["token_ids"]] == expected
     status, answer = server.complete(PROMPTS[0], xargs, n=2, temperature=1.0, top_k=1)
     assert status == 200 and [choice["token_ids"] for choice in answer["choices"]] == [steered] * 2
@@ -301,12 +271,7 @@ def test_more_edits_than_there_is_room_for(server: Server, reference: LanguageMo
     finally:
         for stream in streams:
             stream.close()
-    for _ in range(100):
-        if server.ask("GET", "/v1/nnsight/vectors")[1]["entries"]["in_use"] == 0:
-            break
-        time.sleep(0.1)
-    else:
-        raise AssertionError("entries are not given back")
+    until(lambda: server.ask("GET", "/v1/nnsight/vectors")[1]["entries"]["in_use"] == 0)
     ids = offline.tokenizer(PROMPTS[0])["input_ids"]
     expected = generated(reference, ids, added(HAPPY, 4.0))
     assert server.tokens(PROMPTS[0], {"nnsight_vector": "happy", "nnsight_scale": 4.0}) == expected
@@ -388,5 +353,5 @@ def test_wrong_options(
         monkeypatch.setenv(name, os.environ.get(name, ""))
         monkeypatch.delenv(name)
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", "--watermark-config" in options)
-    assert main(command(folder, *options)[3:]) == 2
+    assert main([*map(str, command(folder, *options))]) == 2
     assert message in capsys.readouterr().err

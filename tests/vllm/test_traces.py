@@ -6,7 +6,6 @@ import asyncio
 import copy
 import gc
 import pickle
-import time
 import warnings
 import weakref
 from pathlib import Path
@@ -21,6 +20,7 @@ from nnsight.runtime.errors import OutOfOrderError, ReplacementShapeError
 from nnsight.tracing import ExecutionBackend
 from nnsight.vllm import VLLM
 
+from ..serving import until
 from .llama import GREEDY, HIDDEN, OPTIONS, PROMPTS, adding, close, generated, plain, states, tokens
 
 pytestmark = [pytest.mark.vllm, pytest.mark.usefixtures("vllm_environment")]
@@ -524,6 +524,7 @@ def test_an_interrupted_trace_leaves_the_engine_usable(model: VLLM) -> None:
             raise KeyboardInterrupt
         with tracer.invoke(PROMPTS[1]):
             model.model.layers[2].output  # noqa: B018
+    assert str(tracer.report).startswith("trace: engine, 2 requests\n  request 0: block ran ")
     assert not model.engine.llm_engine.has_unfinished_requests()
     assert plain(model, PROMPTS) == [tokens(model(prompt, **GREEDY)) for prompt in PROMPTS]
     with model.trace(PROMPTS[0], **GREEDY):
@@ -945,11 +946,7 @@ def test_a_stream_that_is_left_ends_its_request(awaited: VLLM) -> None:
     left, result = asyncio.run(main())
     assert all(len(tokens(output)) < 200 for output in left)
     assert len(tokens(result)) == 6
-    for _ in range(100):
-        if awaited._turns._thread is None:
-            break
-        time.sleep(0.1)
-    assert awaited._turns._thread is None  # nothing is left to do
+    until(lambda: awaited._turns._thread is None)  # nothing is left to do
     assert not awaited._engine.llm.llm_engine.has_unfinished_requests()
 
 

@@ -194,7 +194,7 @@ def test_vectors_are_registered_and_removed() -> None:
         ("a,b", torch.ones(HIDDEN), ValueError, "no name for a vector"),
         ("", torch.ones(HIDDEN), ValueError, "no name for a vector"),
         ("x", torch.ones(5), ValueError, "vector 'x': a direction has 5 channels, and the model's hidden state has 4"),
-        ("x", {1: torch.ones(4), 2: torch.ones(5)}, ValueError, "different sizes, 4, 5"),
+        ("x", {1: torch.ones(4), 2: torch.ones(5)}, ValueError, "different sizes, .4, 5."),
         ("x", {}, ValueError, "no directions"),
         ("x", {"1": torch.ones(4)}, TypeError, "layers are numbers"),
         ("x", {-1: torch.ones(4)}, TypeError, "layers are numbers"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
@@ -10,6 +12,17 @@ Log = Callable[[str], None]
 
 #: The result of a payload, or its error.
 Outcome = bytes | Exception
+
+
+def in_this_loop(log: Log) -> Log:
+    """Return a function for other threads that calls ``log`` in the running loop, unless that has ended."""
+    loop = asyncio.get_running_loop()
+
+    def tell(line: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            loop.call_soon_threadsafe(log, line)
+
+    return tell
 
 
 class EngineLostError(RuntimeError):

@@ -57,48 +57,28 @@ class EnvComparison:
     Attributes:
         local: The environment here, as :func:`get_local_env` returns it.
         remote: That of the server.
+        local_python: The version of Python here.
+        remote_python: The version of Python at the server.
+        python_matches: Whether they are the same.
         packages: For each package of the server ``{"local": version or None, "remote": version, "match": bool, "critical": bool}``.
+        mismatches: The packages whose versions differ.
+        critical_mismatches: Those of them that are critical: nnsight, torch and transformers.
     """
 
     def __init__(self, local_env: Mapping[str, Any], remote_env: Mapping[str, Any]) -> None:
         self.local, self.remote = local_env, remote_env
+        self.local_python, self.remote_python = (str(found.get("python_version", "")).split(" ")[0] for found in (local_env, remote_env))
+        self.python_matches = self.local_python == self.remote_python
         here, there = local_env.get("packages", {}), remote_env.get("packages", {})
         self.packages: dict[str, dict[str, Any]] = {
             name: {"local": here.get(name), "remote": there[name], "match": here.get(name) == there[name], "critical": name in CRITICAL}
             for name in sorted(there, key=lambda name: (name not in CRITICAL, name))
         }
-
-    @property
-    def local_python(self) -> str:
-        """The version of Python here."""
-        return _version(self.local)
-
-    @property
-    def remote_python(self) -> str:
-        """The version of Python at the server."""
-        return _version(self.remote)
-
-    @property
-    def python_matches(self) -> bool:
-        """Whether they are the same."""
-        return self.local_python == self.remote_python
-
-    @property
-    def mismatches(self) -> dict[str, dict[str, Any]]:
-        """The packages whose versions differ."""
-        return {name: package for name, package in self.packages.items() if not package["match"]}
-
-    @property
-    def critical_mismatches(self) -> dict[str, dict[str, Any]]:
-        """Those of them that are critical: nnsight, torch and transformers."""
-        return {name: package for name, package in self.mismatches.items() if package["critical"]}
+        self.mismatches = {name: package for name, package in self.packages.items() if not package["match"]}
+        self.critical_mismatches = {name: package for name, package in self.mismatches.items() if package["critical"]}
 
     def __repr__(self) -> str:
         return build_table(self.local, self.remote)
-
-
-def _version(environment: Mapping[str, Any]) -> str:
-    return str(environment.get("python_version", "")).split(" ")[0]
 
 
 def build_table(local_env: Mapping[str, Any], remote_env: Mapping[str, Any]) -> str:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -18,10 +17,11 @@ from .facts import ask, table
 #: States from the best to the worst; others come behind these.
 _STATES = ("RUNNING", "DEPLOYING")
 
+_OF_A_MODEL = ("repo_id", "revision", "task", "trust_remote_code")
 _FIELDS = ("model_class", "repo_id", "task", "trust_remote_code", "revision", "level", "state", "hot_replicas", "waiting")
 
 
-class NdifStatus(Mapping[str, dict[str, Any]]):
+class NdifStatus(dict[str, dict[str, Any]]):
     """The models that a server has, by repository; one that is there for several tasks is ``repository (task)``.
 
     Each is a dict with ``model_class``, ``repo_id``, ``task``, ``trust_remote_code``, ``revision``, ``level`` (``HOT`` or ``WARM``),
@@ -42,17 +42,17 @@ class NdifStatus(Mapping[str, dict[str, Any]]):
     def __init__(self, deployments: Mapping[str, dict[str, Any]] | Iterable[dict[str, Any]] = ()) -> None:
         self.deployments = deployments
         given = deployments.values() if isinstance(deployments, Mapping) else deployments
-        models: dict[tuple[Any, ...], dict[str, Any]] = {}
+        replicas: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         for deployment in given:
             if deployment.get("deployment_level") in ("HOT", "WARM"):
-                _add(models, _entry(deployment))
-        several = Counter(entry["repo_id"] for entry in models.values())
-        self._models: dict[str, dict[str, Any]] = {}
-        for entry in models.values():
+                entry = _entry(deployment)
+                replicas.setdefault(tuple(entry[field] for field in _OF_A_MODEL), []).append(entry)
+        several = Counter(repo_id for repo_id, *_ in replicas)
+        for entry in map(_joined, replicas.values()):
             name = entry["repo_id"] if several[entry["repo_id"]] == 1 else f"{entry['repo_id']} ({entry['task']})"
-            if name in self._models:  # of the same task, but another revision
+            if name in self:  # of the same task, but another revision
                 name = f"{entry['repo_id']} ({entry['task']}, {entry['revision']})"
-            self._models[name] = entry
+            self[name] = entry
 
     @property
     def status(self) -> Status:
@@ -62,14 +62,6 @@ class NdifStatus(Mapping[str, dict[str, Any]]):
             return self.Status.UP
         return self.Status.REDEPLOYING if "DEPLOYING" in states else self.Status.DOWN
 
-    def __getitem__(self, name: str) -> dict[str, Any]:
-        return self._models[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._models)
-
-    def __len__(self) -> int:
-        return len(self._models)
 
     def __repr__(self) -> str:
         rows = [[str(entry[field]) for field in _FIELDS] for entry in self.values()]
@@ -80,14 +72,12 @@ class NdifStatus(Mapping[str, dict[str, Any]]):
 def _entry(deployment: dict[str, Any]) -> dict[str, Any]:
     """Return what a status shows of one deployment."""
     key = ModelKey.parse(deployment["model_key"])
-    _, colon, described = deployment["model_key"].partition(":{")
-    fields = json.loads("{" + described) if colon else {}
     level, state = deployment["deployment_level"], deployment.get("application_state") or "NOT DEPLOYED"
     return {
         "model_class": key.model_class.rpartition(".")[2],
         "repo_id": key.repo_id,
-        "task": fields.get("task"),
-        "trust_remote_code": bool(fields.get("trust_remote_code", False)),
+        "task": key.task,
+        "trust_remote_code": bool(key.trust_remote_code),
         "revision": key.revision,
         "level": level,
         "state": state,
@@ -96,15 +86,11 @@ def _entry(deployment: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _add(models: dict[tuple[Any, ...], dict[str, Any]], entry: dict[str, Any]) -> None:
-    """Add an entry, or join it with that of another replica of its model."""
-    name = tuple(entry[field] for field in ("repo_id", "revision", "task", "trust_remote_code"))
-    known = models.setdefault(name, entry)
-    if known is entry:
-        return
-    better = min((known, entry), key=lambda one: _STATES.index(one["state"]) if one["state"] in _STATES else len(_STATES))
-    counts = {field: known[field] + entry[field] for field in ("hot_replicas", "waiting")}
-    models[name] = {**better, **counts, "level": "HOT" if counts["hot_replicas"] else "WARM"}
+def _joined(replicas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the entry of a model with these replicas."""
+    best = min(replicas, key=lambda one: _STATES.index(one["state"]) if one["state"] in _STATES else len(_STATES))
+    counts = {field: sum(one[field] for one in replicas) for field in ("hot_replicas", "waiting")}
+    return {**best, **counts, "level": "HOT" if counts["hot_replicas"] else "WARM"}
 
 
 def status(raw: bool = False, *, host: str | None = None) -> Any:

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from transformers import TopKLogitsWarper, TopPLogitsWarper
 
 from ...steering.choices import Addition
-from .requests import Sampling
+from .requests import Body
 
 
 class Logprob(NamedTuple):
@@ -36,8 +37,8 @@ class Completion:
 
     def __init__(
         self,
-        prompt: tuple[int, ...],
-        sampling: Sampling,
+        prompt: list[int],
+        sampling: Body,
         additions: dict[int, Addition],
         tokenizer: Any,
         tell: Callable[[], None],
@@ -71,7 +72,7 @@ class Completion:
     def takes_likeliest(self) -> bool:
         """Whether its token is that of the largest logit, as the model gives them."""
         sampling = self.sampling
-        changes = bool(self._processors or sampling.presence or sampling.frequency or sampling.bias)
+        changes = bool(self._processors or sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias)
         return self.is_over or (sampling.is_greedy and not changes)
 
     @property
@@ -86,8 +87,8 @@ class Completion:
         if token in self._ends:
             self._end("stop")
             return
-        if self.sampling.logprobs is not None:
-            self._note(token, logits.float().log_softmax(-1).clamp_min(-9999.0), self.sampling.logprobs)  # JSON has no infinity
+        if self.sampling.likely is not None:
+            self._note(token, logits.float().log_softmax(-1).clamp_min(-9999.0), self.sampling.likely)  # JSON has no infinity
         self.tokens.append(token)
         text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
         found = [place for place in (text.find(stop) for stop in self.sampling.stop) if place >= 0]
@@ -137,21 +138,18 @@ class Completion:
         if self._processors:
             ids = torch.tensor([[*self.prompt, *self.tokens]], device=logits.device)
             logits = self._processors(ids, logits[None])[0]
-        if sampling.presence or sampling.frequency:
+        if sampling.presence_penalty or sampling.frequency_penalty:
             made, counts = torch.tensor(self.tokens, dtype=torch.int64, device=logits.device).unique(return_counts=True)
-            logits[made] -= sampling.presence + sampling.frequency * counts
-        for token, amount in sampling.bias:
+            logits[made] -= sampling.presence_penalty + sampling.frequency_penalty * counts
+        for token, amount in sampling.logit_bias.items():
             logits[token] += amount
         if sampling.is_greedy:
             return logits
-        logits = logits / sampling.temperature
-        if sampling.top_k:
-            least = logits.topk(min(sampling.top_k, len(logits))).values[-1]
-            logits = logits.masked_fill(logits < least, -torch.inf)
+        row = logits[None] / sampling.temperature
+        if sampling.top_k > 0:
+            row = TopKLogitsWarper(sampling.top_k)(None, row)
         if sampling.top_p < 1.0:
-            ordered, order = logits.sort(descending=True)
-            before = ordered.softmax(-1).cumsum(-1).roll(1)
-            before[0] = 0.0  # the likeliest stays
-            logits = logits.scatter(0, order, ordered.masked_fill(before > sampling.top_p, -torch.inf))
+            row = TopPLogitsWarper(sampling.top_p)(None, row)
+        logits = row[0]
         uniform = torch.rand(len(logits), generator=self.generator).clamp_min(1e-20).to(logits.device)
         return logits - (-uniform.log()).log()

@@ -17,14 +17,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ...steering.choices import Addition, orthonormal
+from ...steering.choices import Addition
 from ...steering.layers import count_of, layers_path
 from ...steering.registry import Vectors
 from ..protocol import KEY_HEADER
 from ..server.keys import Account, Door
 from .batches import Generator
 from .completions import Completion
-from .requests import BadRequestError, Wanted, parse
+from .requests import BadRequestError, Body, Wanted, parse, wanted
 
 #: Most bytes of a body, and seconds in which it has to come.
 _MOST_BYTES, _UPLOAD = 4 * 2**20, 60.0
@@ -33,27 +33,24 @@ _MOST_BYTES, _UPLOAD = 4 * 2**20, 60.0
 class OpenAIModel:
     """A model behind these routes: ``vectors`` are those that requests can name, and ``together`` is how many answers share a batch."""
 
-    def __init__(self, model: Any, vectors: Vectors, together: int = 8, at: str = "") -> None:
+    def __init__(self, model: Any, vectors: Vectors, together: int = 8) -> None:
         model.dispatch()
         self.model, self.vectors = model, vectors
-        self.at = at or layers_path(model)
-        self.layers = range(count_of(model, self.at))
+        at = layers_path(model)
+        self.layers = range(count_of(model, at))
         config = model._module.config.get_text_config()
         self.hidden = int(config.hidden_size)
         self.longest = int(getattr(config, "max_position_embeddings", 0) or getattr(config, "max_seq_len", 0) or 2**20)
         vectors.fit(self.hidden)
-        self.generator = Generator(model, self.at, together, self.longest)
+        self.generator = Generator(model, at, together, self.longest)
         self.created = int(time.time())
 
     def additions(self, wanted: Wanted) -> dict[int, Addition]:
-        """Return how a request is steered, with bases for what is removed; raise a :class:`BadRequestError` if it cannot be."""
+        """Return how a request is steered; raise a :class:`BadRequestError` if it cannot be."""
         if wanted.choice is None:
             return {}
         try:
-            chosen = wanted.choice.at_layers(self.vectors, self.layers, self.hidden, None)
-            return {
-                layer: Addition(found.add, None if found.remove is None else orthonormal(found.remove)) for layer, found in chosen.items()
-            }
+            return wanted.choice.at_layers(self.vectors, self.layers, self.hidden, None)
         except ValueError as error:
             raise BadRequestError(str(error), "vllm_xargs") from error
 
@@ -64,15 +61,16 @@ class _Run:
     def __init__(self, served: OpenAIModel, wanted: Wanted) -> None:
         self.wanted, self._changed, loop = wanted, asyncio.Event(), asyncio.get_running_loop()
         additions = served.additions(wanted)
-        first = secrets.randbits(62) if wanted.sampling.seed is None else wanted.sampling.seed % 2**62
+        seed = wanted.body.seed
+        first = secrets.randbits(62) if seed is None else seed % 2**62
 
         def tell() -> None:
             loop.call_soon_threadsafe(self._changed.set)
 
         start = wanted.choice.start if wanted.choice else 0
-        places = [(prompt, number) for prompt in wanted.prompts for number in range(wanted.count)]
+        places = [(prompt, number) for prompt in wanted.prompts for number in range(wanted.body.n)]
         self.answers = [
-            Completion(prompt, wanted.sampling, additions, served.model.tokenizer, tell, first + number, start) for prompt, number in places
+            Completion(prompt, wanted.body, additions, served.model.tokenizer, tell, first + number, start) for prompt, number in places
         ]
         for answer in self.answers:
             served.generator.submit(answer)
@@ -111,21 +109,20 @@ def openai_routes(models: Mapping[str, OpenAIModel], door: Door) -> list[Route]:
         async def answer(request: Request) -> Response:
             try:
                 account = _account(request, door)
-                body = await _body(request)
-                name = body.get("model") if isinstance(body, dict) else None
-                served = models.get(name) if isinstance(name, str) else None
+                body = parse(await _body(request), chat)
+                served = models.get(body.model)
                 if served is None:
-                    raise BadRequestError(f"The model {name!r} is not served here: there is {', '.join(models)}.", "model", 404)
-                wanted = await asyncio.to_thread(parse, body, chat, served.model.tokenizer, served.longest)  # long texts take a while
+                    raise BadRequestError(f"The model {body.model!r} is not served here: there is {', '.join(models)}.", "model", 404)
+                asked = await asyncio.to_thread(wanted, body, served.model.tokenizer, served.longest)  # long texts take a while
                 running[:] = [(name, run) for name, run in running if not run.is_over]
                 if sum(name == account.name for name, _ in running) >= account.queue:
                     raise BadRequestError(f"{account.queue} requests of this key run already. Wait for some of them to end.", None, 429)
-                run = _Run(served, wanted)
+                run = _Run(served, asked)
             except BadRequestError as error:
                 return _refusal(error)
             running.append((account.name, run))
-            head = _head(chat, wanted)
-            if wanted.stream:
+            head = _head(chat, body)
+            if body.stream:
                 return StreamingResponse(_events(run, chat, head), media_type="text/event-stream")
             try:
                 async for _ in run.grown():
@@ -179,8 +176,8 @@ def _account(request: Request, door: Door) -> Account:
     return account
 
 
-async def _body(request: Request) -> Any:
-    """Return the JSON of a request."""
+async def _body(request: Request) -> bytearray:
+    """Return the body of a request."""
     data = bytearray()
     try:
         async with asyncio.timeout(_UPLOAD):
@@ -190,10 +187,7 @@ async def _body(request: Request) -> Any:
                     raise BadRequestError(f"The body has more than {_MOST_BYTES} bytes.", None, 413)
     except TimeoutError:
         raise BadRequestError(f"The body took longer than {_UPLOAD:g} seconds.", None, 408) from None
-    try:
-        return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"The body is no JSON: {error}") from None
+    return data
 
 
 def _refusal(error: BadRequestError) -> Response:
@@ -202,10 +196,10 @@ def _refusal(error: BadRequestError) -> Response:
     return JSONResponse(content, error.code, headers={"Retry-After": "1"} if error.code == 429 else None)
 
 
-def _head(chat: bool, wanted: Wanted) -> dict[str, Any]:
-    kind = ("chat.completion.chunk" if wanted.stream else "chat.completion") if chat else "text_completion"
+def _head(chat: bool, body: Body) -> dict[str, Any]:
+    kind = ("chat.completion.chunk" if body.stream else "chat.completion") if chat else "text_completion"
     name = f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
-    return {"id": name, "object": kind, "created": int(time.time()), "model": wanted.model}
+    return {"id": name, "object": kind, "created": int(time.time()), "model": body.model}
 
 
 def _choice(chat: bool, index: int, answer: Completion) -> dict[str, Any]:
@@ -215,7 +209,7 @@ def _choice(chat: bool, index: int, answer: Completion) -> dict[str, Any]:
 
 def _logprobs(chat: bool, answer: Completion, first: int) -> Any:
     """Return the logarithms of probabilities of the tokens from ``first`` on, in the form of chats or of completions."""
-    if answer.sampling.logprobs is None:
+    if answer.sampling.likely is None:
         return None
     found = answer.logprobs[first:]
     if not chat:
@@ -252,7 +246,7 @@ async def _events(run: _Run, chat: bool, head: dict[str, Any]) -> AsyncIterator[
                 logprobs = _logprobs(chat, answer, told[index])
                 told[index] += len(logprobs.get("content", logprobs.get("tokens"))) if logprobs else 0
                 yield event([{"index": index, **content, "logprobs": logprobs, "finish_reason": reason}])
-        if run.wanted.usage:
+        if run.wanted.body.stream_options.include_usage:
             yield event([], usage=run.usage())
         yield "data: [DONE]\n\n"
     except Exception:

@@ -13,19 +13,20 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import ctypes
-import functools
 import queue
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from ...program.run.engine import EngineLostError, Log, Outcome, TimeLimitError
+from ...program.run.engine import EngineLostError, Log, Outcome, TimeLimitError, in_this_loop
 
 #: Time for an interrupted thread to end its run, in seconds.
 _PATIENCE = 2.0
+
+#: How many threads may hang.
+_MOST_STUCK = 2
 
 
 class _Interrupt(BaseException):
@@ -107,45 +108,33 @@ class _Worker:
 class ThreadEngine:
     """The engine of a model in this process.
 
-    ``run`` returns the result of a payload or raises its error, and calls its second argument with each line that is printed;
-    ``run_together`` returns the outcomes of payloads of one kind. With ``most_stuck`` abandoned threads the engine is not healthy.
+    ``run`` returns the outcomes of payloads of one kind, and calls a function of its second argument with each line that a payload prints;
+    ``kind_of`` finds the kind of a payload. An engine with several abandoned threads is not healthy.
     """
 
     width = 1
 
     def __init__(
         self,
-        run: Callable[[bytes, Log], bytes],
+        run: Callable[[Sequence[bytes], Sequence[Log]], list[Outcome]],
         name: str = "nnsight-engine",
-        run_together: Callable[[Sequence[bytes], Sequence[Log]], list[Outcome]] | None = None,
-        kind_of: Callable[[bytes], Hashable | None] | None = None,
-        most_stuck: int = 2,
+        kind_of: Callable[[bytes], Hashable | None] = lambda payload: None,
     ) -> None:
-        self._run, self._name, self._most_stuck = run, name, most_stuck
-        self._run_together, self._kind_of = run_together, kind_of
+        self._run, self._name, self.kind_of = run, name, kind_of
         self._stuck: list[_Worker] = []
         self._worker = _Worker(name)
-
-    def kind_of(self, payload: bytes) -> Hashable | None:
-        return self._kind_of(payload) if self._kind_of is not None and self._run_together is not None else None
 
     @property
     def healthy(self) -> bool:
         """Whether not too many of its threads hang."""
         self._stuck = [worker for worker in self._stuck if worker.alive]
-        return len(self._stuck) < self._most_stuck
+        return len(self._stuck) < _MOST_STUCK
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
         if not self._worker.alive:
             self._worker = _Worker(self._name)
-        loop = asyncio.get_running_loop()
-
-        def tell(log: Log, line: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(log, line)
-
-        told = [functools.partial(tell, log) for log in logs]
-        future = self._worker.submit(lambda: self._outcomes(payloads, told))
+        told = [in_this_loop(log) for log in logs]
+        future = self._worker.submit(lambda: self._run(payloads, told))
         try:
             return await asyncio.wait_for(asyncio.shield(future), seconds)
         except TimeoutError:
@@ -165,14 +154,3 @@ class ThreadEngine:
     def close(self) -> None:
         """End the thread once it is idle."""
         self._worker.close()
-
-    def _outcomes(self, payloads: Sequence[bytes], logs: Sequence[Log]) -> list[Outcome]:
-        if len(payloads) > 1 and self._run_together is not None:
-            return self._run_together(payloads, logs)
-        outcomes: list[Outcome] = []
-        for payload, log in zip(payloads, logs, strict=True):
-            try:
-                outcomes.append(self._run(payload, log))
-            except Exception as error:
-                outcomes.append(error)
-        return outcomes

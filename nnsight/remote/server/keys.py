@@ -17,11 +17,12 @@ import hmac
 import json
 import os
 import secrets
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from ...options import replace_file
 
 #: Prefix of keys, by which leaked keys are recognised.
 _PREFIX = "nns-"
@@ -151,13 +152,4 @@ def remove_key(path: Path, name: str) -> None:
 
 
 def _write(path: Path, accounts: Sequence[Account]) -> None:
-    """Replace the file as a whole; only its owner can read it."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".keys-")
-    try:
-        with open(descriptor, "w", encoding="utf-8") as file:
-            json.dump({"keys": [asdict(account) for account in accounts]}, file, indent=2)
-            file.write("\n")
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+    replace_file(str(path), json.dumps({"keys": [asdict(account) for account in accounts]}, indent=2) + "\n")

@@ -6,7 +6,6 @@ from typing import Any
 
 from ...program.format.limits import Limits
 from ...program.run.engine import Engine
-from ...program.run.execution import execute_payload
 from ..protocol import ModelKey
 from ..together import execute_payloads, kind_of
 from .engine import ThreadEngine
@@ -15,10 +14,7 @@ from .engine import ThreadEngine
 def engine_of(model: Any, limits: Limits | None = None, name: str = "nnsight-engine") -> Engine:
     """Return the engine of a model in this process; the first job loads it, if it is lazy. ``limits`` are those of one job."""
     return ThreadEngine(
-        lambda payload, log: execute_payload(model, payload, limits, log),
-        name,
-        run_together=lambda payloads, logs: execute_payloads(model, payloads, limits, logs),
-        kind_of=lambda payload: kind_of(model, payload, limits),
+        lambda payloads, logs: execute_payloads(model, payloads, limits, logs), name, lambda payload: kind_of(model, payload, limits)
     )
 
 

@@ -73,8 +73,6 @@ def in_background(
     engines: Mapping[ModelKey, Engine],
     spool: Path | str,
     door: Door | None = None,
-    settings: Settings | None = None,
-    port: int = 0,
     more: Sequence[Route] = (),
 ) -> Iterator[str]:
     """Serve models of this process in a thread, to this machine, while the context is open: for examples, tests and notebooks.
@@ -83,20 +81,18 @@ def in_background(
         engines: The engine of each model, see :func:`~.models.engine_of`.
         spool: Folder of the jobs.
         door: Checks keys; by default everybody on this machine is admitted.
-        settings: Further choices.
-        port: Port to listen on; 0 takes a free one.
         more: Further routes, such as those of :func:`~nnsight.remote.openai.routes.openai_routes`.
 
     Yields:
         The address.
     """
-    server = GatewayServer(Gateway(engines, Spool(spool), settings), door or OpenDoor(), port=port, more=more)
+    server = GatewayServer(Gateway(engines, Spool(spool)), door or OpenDoor(), port=0, more=more)
     thread = threading.Thread(target=server.run, name="nnsight-server", daemon=True)
     thread.start()
     try:
         while not server.started:
             if not thread.is_alive():
-                raise OSError(f"The server did not start: port {port} may be taken.")
+                raise OSError("The server did not start.")
             time.sleep(0.01)
         yield f"http://127.0.0.1:{server.port}"
     finally:
@@ -116,14 +112,14 @@ def door_for(host: str, api_keys: Path | None, no_keys: bool) -> Door:
     return OpenDoor()
 
 
-def log_json(level: int = logging.INFO) -> None:
+def log_json() -> None:
     """Write the logs of this package and of the web server as lines of JSON to standard error."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in ("nnsight", "uvicorn", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(level)
+        logger.setLevel(logging.INFO)
 
 
 def serve(
@@ -137,7 +133,8 @@ def serve(
     settings: Settings | None = None,
     more: Sequence[Route] = (),
 ) -> None:
-    """Serve models until a signal ends it; arguments are those of :func:`in_background`, and ``capacity``: most bytes of the jobs on disk.
+    """Serve models until a signal ends it; arguments are those of :func:`in_background`, and ``capacity``: most bytes of the jobs on disk,
+    and ``settings``.
 
     Raises:
         OSError: If the address is taken, or the folder cannot be written.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,9 @@ _INPUTS = ("input_ids", "inputs", "attention_mask", "position_ids")
 
 #: Options that an engine has in another form, or that say what it does anyway.
 _OTHERS = {"use_cache", "return_dict", "pad_token_id", "bos_token_id", "max_new_tokens", "max_length", "min_new_tokens", "min_length"}
+
+#: Options of a generation that draws, which vLLM has, too.
+_SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 
 #: Options of a generation that an engine has not, each with the values that change nothing.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -58,14 +60,14 @@ class Batch:
     sampling: Any
 
     @classmethod
-    def of(cls, job: Job, number: int, module: Any, resolved: Mapping[str, torch.Tensor] | None = None) -> Batch:
+    def of(cls, job: Job, number: int, module: Any) -> Batch:
         """Return the batch of a run of a job for ``module``, the model of transformers.
 
         Raises:
             InvalidProgramError: If an engine cannot run it.
         """
         run = job.runs[number]
-        args, kwargs = inputs_of(run, dict(resolved or job.tensors), None)
+        args, kwargs = inputs_of(run, job.tensors, None)
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
         if len(args) > 1 or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
             raise InvalidProgramError("A vLLM engine takes token ids, [batch, positions], and this program has another input.")
@@ -77,7 +79,7 @@ class Batch:
         unknown = [token for prompt in prompts for token in (min(prompt), max(prompt)) if token not in known]
         if unknown:
             raise InvalidProgramError(f"A vLLM engine has no token {unknown[0]}: those of this model are below {len(known)}.")
-        allowed = _OTHERS | _NEUTRAL.keys() | _SAMPLED.keys() | {"do_sample", "eos_token_id"}
+        allowed = {*_OTHERS, *_NEUTRAL, *_SAMPLED, "repetition_penalty", "do_sample", "eos_token_id"}
         for name, value in options.items():
             if name not in allowed or value not in _NEUTRAL.get(name, (value,)):
                 raise InvalidProgramError(f"A vLLM engine has no `{name}={str(value)[:40]}`.")
@@ -87,10 +89,14 @@ class Batch:
             raise InvalidProgramError("A vLLM engine generates from prompts that are padded on the left; these are padded on the right.")
         new = generation_size(module, args, kwargs)[0]
         config = _configured(module, options)
-        ends = _ends(config)
+        ends = config.eos_token_id
+        ends = [] if ends is None else list(ends) if isinstance(ends, (list, tuple)) else [ends]
         least = config.min_new_tokens or max((config.min_length or 0) - ids.shape[1], 0)
         pad = config.pad_token_id if config.pad_token_id is not None else (ends or [0])[0]
-        asked = _drawing(config, job.seed) if config.do_sample else {"temperature": 0.0}
+        asked: dict[str, Any] = {"temperature": 0.0}
+        if config.do_sample:
+            found = {name: getattr(config, name, None) for name in _SAMPLED}
+            asked = {"seed": job.seed, **{name: value for name, value in found.items() if value is not None}}
         repetition = config.repetition_penalty or 1.0
         sampling = _sampling(
             max_tokens=new, min_tokens=min(least, new), stop_token_ids=ends, ignore_eos=True, repetition_penalty=repetition, **asked
@@ -106,10 +112,6 @@ class Batch:
     def most_tokens(self) -> list[int]:
         """The most tokens that each row can have."""
         return [len(prompt) + self.new for prompt in self.prompts]
-
-
-#: Options of a generation that draws, with the names of vLLM.
-_SAMPLED = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": ""}
 
 
 def _spans(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[list[int], list[int]]:
@@ -145,17 +147,6 @@ def _configured(module: Any, options: dict[str, Any]) -> Any:
         if value not in neutral:
             raise InvalidProgramError(f"A vLLM engine has no `{name}={str(value)[:40]}`, which the settings of the model ask for.")
     return config
-
-
-def _ends(config: Any) -> list[int]:
-    found = config.eos_token_id
-    return [] if found is None else list(found) if isinstance(found, (list, tuple)) else [found]
-
-
-def _drawing(config: Any, seed: int | None) -> dict[str, Any]:
-    """Return the sampling parameters of a generation that draws."""
-    asked = {name: getattr(config, name, None) for name in ("temperature", "top_k", "top_p", "min_p")}
-    return {"seed": seed, **{name: value for name, value in asked.items() if value is not None}}
 
 
 def _sampling(**options: Any) -> Any:

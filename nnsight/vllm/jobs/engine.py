@@ -20,7 +20,7 @@ from ...program.format.formats import limited
 from ...program.format.limits import Limits
 from ...program.format.payload import Job, decode_known
 from ...program.run.draws import generator_of
-from ...program.run.engine import Engine, EngineLostError, Log, Outcome, TimeLimitError
+from ...program.run.engine import Engine, EngineLostError, Log, Outcome, TimeLimitError, in_this_loop
 from ...program.run.execution import results_of
 from ...program.run.validation import validate
 from ..asynchronous import Turns
@@ -34,16 +34,17 @@ from .run import EngineInterpreter, JobRun
 class JobEngine:
     """Runs programs in the engine of ``model``, a :class:`~nnsight.vllm.model.VLLM`.
 
-    ``structure`` is the same model of transformers, without weights, for which programs are recorded; ``limits`` are those of one job. At
-    most ``width`` programs are taken at a time.
+    ``structure`` is the same model of transformers, without weights, for which programs are recorded; ``limits`` are those of one job.
 
     Raises:
         ValueError: If the engine copies values out of its graph instead of stopping there (``captures=``).
     """
 
-    def __init__(self, model: Any, structure: NNsight, limits: Limits | None = None, width: int = 256) -> None:
+    width = 256
+
+    def __init__(self, model: Any, structure: NNsight, limits: Limits | None = None) -> None:
         model.dispatch()
-        self.width, self._structure, self._limits = width, structure, limits or Limits()
+        self._structure, self._limits = structure, limits or Limits()
         engine: VLLMEngine = model._engine
         if engine.limits.captured:
             raise ValueError("An engine with `captures=` cannot run programs of remote clients: they may edit what they read. Use `taps=`.")
@@ -84,15 +85,9 @@ class JobEngine:
         return list(await asyncio.gather(*(self._execute(payloads, *each, seconds) for each in zip(payloads, logs, strict=True))))
 
     async def _execute(self, payloads: Sequence[bytes], payload: bytes, log: Log, seconds: float) -> Outcome:
-        loop, end = asyncio.get_running_loop(), time.monotonic() + seconds
-
-        def tell(line: str) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(log, line)
-
-        running = self._running[id(payloads)] = _EngineJob(self, tell, end)
+        running = self._running[id(payloads)] = _EngineJob(self, in_this_loop(log), time.monotonic() + seconds)
         try:
-            running.job, running.batches = await loop.run_in_executor(self._checks, self._checked, payload)
+            running.job, running.batches = await asyncio.get_running_loop().run_in_executor(self._checks, self._checked, payload)
             self._turns.add(running)
             return await asyncio.wrap_future(running.outcome)
         except InvalidProgramError as error:

@@ -180,7 +180,7 @@ class Places:
             raise InvalidProgramError(f"`{path}` is a {kind_of(mine).__name__} there, which does something else")
         if side == "input" and isinstance(theirs, torch.nn.Embedding):
             raise InvalidProgramError(f"`{site}` has no hidden state")
-        if side == "input" and writes and not is_layer(path) and _takes_residual(mine):
+        if side == "input" and writes and not is_layer(path) and "residual" in _signature(kind_of(mine)).parameters:
             raise InvalidProgramError(f"`{path}` adds the residual stream there, so an edit of its input would change both")
 
     def _check_apply(self, node: Node) -> None:
@@ -208,8 +208,7 @@ def main_of(location: str, value: Any, module: Any) -> Main:
     return Main(first, second if is_layer(path) else None)
 
 
-def _takes_residual(module: torch.nn.Module) -> bool:
-    return "residual" in _signature(kind_of(module)).parameters
+
 
 
 @functools.cache
@@ -256,21 +255,13 @@ def _main_leaf(value: Any) -> torch.Tensor | None:
     return None
 
 
-class _Noting(Interleaver):
-    """A run that keeps the first value at each location."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited, self.values = Everywhere(), dict[str, Any]()
-        self.offer = lambda _, location, value: self.values.setdefault(location, value)
-
-
 def _observed(model: NNsight) -> dict[str, Any]:
-    """Return the values of a model of transformers on fakes, by location."""
-    noting = _Noting()
+    """Return the values of a model of transformers on fakes, by location: the first at each."""
+    noting, values = Interleaver(), dict[str, Any]()
+    noting.waited, noting.offer = Everywhere(), lambda _, location, value: values.setdefault(location, value)
     with torch.inference_mode(False), torch.no_grad(), quiet_fakes:
         fakes = fake_model_of(model._tree)
         with fakes.mode:
             ids = torch.zeros(_BATCH, _POSITIONS, dtype=torch.int64)
             fakes.run(model._tree, noting, "trace", (), {"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-    return noting.values
+    return values

@@ -95,15 +95,8 @@ class EditFunction:
         return GraphPart(self.name, self.graph, [*defaults], defaults, self.constants)
 
     def parameters(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return all parameters of a request that gives some; raise if one is unknown, or has another shape."""
-        unknown = [name for name in given if name not in self.defaults]
-        if unknown:
-            names = ", ".join(self.defaults) or "none"
-            raise ValueError(f"steer(use={self.name!r}) has no parameter {unknown[0]!r}. Its parameters: {names}.")
-        asked = {
-            name: fitted(f"steer(use={self.name!r}, {name}=...)", value, self.defaults[name].shape) for name, value in given.items()
-        }
-        return {**self.defaults, **asked}
+        """Return all parameters of a request that gives some; raise ``ValueError`` if one is unknown, or has another shape."""
+        return completed(f"steer(use={self.name!r}", self.defaults, given)
 
 
 #: Functions and programs of the engines of this process, by digest. vLLM's configuration, which is plain data, has the digests.
@@ -170,6 +163,14 @@ def fitted(what: str, value: Any, shape: Sequence[int]) -> torch.Tensor:
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{what} has shape {tuple(tensor.shape)}; it is a number or {list(shape)}.")
     return tensor
+
+
+def completed(call: str, defaults: Mapping[str, torch.Tensor], given: Mapping[str, Any], why: str = "") -> dict[str, torch.Tensor]:
+    """Return all parameters of a ``call`` that gives some; raise ``ValueError`` if one is unknown, for which there may be a reason."""
+    for name in given:
+        if name not in defaults:
+            raise ValueError(f"{call}) has no parameter {name!r}{why}. Its parameters: {', '.join(defaults) or 'none'}.")
+    return {**defaults, **{name: fitted(f"{call}, {name}=...)", value, defaults[name].shape) for name, value in given.items()}}
 
 
 def traced_on(called: Any, given: Sequence[Any], place: str) -> tuple[torch.fx.GraphModule, list[torch.Tensor], Any]:

@@ -28,7 +28,7 @@ from ...program.format.operators import DRAWING, is_in_place
 from ...program.format.payload import Job
 from ...program.format.trees import is_ref, references, with_references
 from ...program.program import Program
-from .graph_functions import fitted, traced_on
+from .graph_functions import completed, traced_on
 from .graph_parts import GraphPart
 
 #: Kinds of nodes that name a part of the model of transformers by something else than a location.
@@ -111,14 +111,9 @@ class GraphProgram:
 
     def parameters(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
         """Return all parameters of a request that gives some; raise ``ValueError`` if one is unknown, or has another shape."""
-        unknown = [name for name in given if name not in self.defaults]
-        if unknown:
-            names = ", ".join(self.defaults) or "none"
-            why = self.fixed.get(unknown[0], "no call of torch in the program uses a tensor or float of this name from outside")
-            raise ValueError(f"steer({self.name!r}) has no parameter {unknown[0]!r}: {why}. Parameters of this program: {names}.")
-        what = f"steer({self.name!r}, "
-        asked = {name: fitted(f"{what}{name}=...)", value, self.defaults[name].shape) for name, value in given.items()}
-        return {**self.defaults, **asked}
+        unknown = next((name for name in given if name not in self.defaults), "")
+        why = self.fixed.get(unknown, "no call of torch in the program uses a tensor or float of this name from outside")
+        return completed(f"steer({self.name!r}", self.defaults, given, f": {why}")
 
 
 _CANNOT = "The program {name!r} cannot run in an engine: {error}"

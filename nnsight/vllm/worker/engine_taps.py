@@ -187,7 +187,10 @@ _MOST_PROGRAMS = 64
 
 
 class Stops:
-    """Edits and programs of requests for an engine with this model runner, configuration and functions; see :class:`.requests.Stopping`."""
+    """Edits and programs of requests, for the places where an engine with this model runner, configuration and functions stops.
+
+    Equal ones are one object.
+    """
 
     def __init__(self, runner: Any, config: Any, functions: Mapping[str, EditFunction]) -> None:
         self._runner, self._config, self._functions = runner, config, functions
@@ -195,6 +198,7 @@ class Stops:
         self._edits: dict[tuple[str, str, int], StopProgram] = {}
 
     def of_program(self, program: GraphProgram) -> StopProgram:
+        """Return a program, traced; raise ``ValueError`` if it cannot run there."""
         known = self._programs.pop(program.digest, None)
         if known is None:
             modules, hidden = tapped_modules(self._runner.get_model(), program.modules), self._config.get_hidden_size()
@@ -206,6 +210,7 @@ class Stops:
         return known
 
     def of_edit(self, location: str, name: str, rank: int) -> StopProgram:
+        """Return the edit by tables, or by the function with this name, of the hidden state at ``location``."""
         key = (location, name, rank)
         if key not in self._edits:
             dtype, device = self._config.dtype, self._runner.device

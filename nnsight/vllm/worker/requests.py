@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ...compat import Interleaver
 from ...runtime.errors import EarlyStopException, OutOfOrderError
@@ -23,7 +23,10 @@ from ..steering.graph_functions import EditFunction
 from ..steering.graph_programs import GraphProgram
 from ..steering.tables import TABLES, Steering, edits_of, salt_of
 from .request_rows import RequestReplacements, RequestRows, RowView, place_of, read_only
-from .step_programs import ProgramUse, StopProgram
+from .step_programs import ProgramUse
+
+if TYPE_CHECKING:
+    from .engine_taps import Stops
 
 #: Locations that belong to no module.
 LOGITS, SAMPLES = "model.logits.output", "model.samples.output"
@@ -41,18 +44,11 @@ class RequestLimits:
     drafts: bool = False  # whether steps have drafts of tokens, some of which are thrown away again
     functions: Mapping[str, EditFunction] = field(default_factory=dict)  # in the graph, by name
     programs: Mapping[str, GraphProgram] = field(default_factory=dict)  # likewise
-    stopping: Stopping | None = None  # makes edits and programs of requests for the places where it stops
+    stopping: Stops | None = None  # makes edits and programs of requests for the places where it stops
     blocks: BlockPrograms | None = None  # programs of blocks; none on several devices
 
 
-class Stopping(Protocol):
-    """Makes edits and programs of requests for the places where an engine stops; equal ones are one object."""
 
-    def of_program(self, program: GraphProgram) -> StopProgram:
-        """Return a program, traced; raise ``ValueError`` if it cannot run there."""
-
-    def of_edit(self, location: str, name: str, rank: int) -> StopProgram:
-        """Return the edit by tables, or by the function with this name, of the hidden state at ``location``."""
 
 
 class _NoSkips(dict[str, Any]):

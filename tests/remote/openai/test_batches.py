@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,12 @@ from nnsight import LanguageModel, fx
 from nnsight.remote.openai import joined
 from nnsight.remote.openai.batches import Generator
 from nnsight.remote.openai.completions import Completion
-from nnsight.remote.openai.requests import Sampling
+from nnsight.remote.openai.requests import Body
 from nnsight.steering.choices import Addition, orthonormal
 from nnsight.steering.layers import layers_path
+
+from ...conftest import Hooks
+from ...serving import until
 
 VOCABULARY = 97
 
@@ -44,8 +47,8 @@ class Case:
     tell: Callable[[], None] = lambda: None
 
     def answer(self) -> Completion:
-        sampling = Sampling(self.tokens, self.temperature, 1.0, 0, None, ())
-        return Completion(tuple(self.prompt), sampling, self.additions, Ids(), self.tell, 5, self.start)
+        sampling = Body(model="", max_tokens=self.tokens, temperature=self.temperature)
+        return Completion(self.prompt, sampling, self.additions, Ids(), self.tell, 5, self.start)
 
 
 def served(
@@ -71,27 +74,18 @@ def served(
     generator._call = counting  # type: ignore[method-assign]
     while waiting:  # if all are over before the next call, the next one begins anew
         submit(cases[waiting[0]].at)
-        wait(lambda: all(answer.is_over for number, answer in enumerate(answers) if number not in waiting))
-    wait(lambda: generator._joined is None)
+        until(lambda: all(answer.is_over for number, answer in enumerate(answers) if number not in waiting), 240)
+    until(lambda: generator._joined is None, 240)
     return answers
 
 
-def wait(until: Callable[[], bool], seconds: float = 240.0) -> None:
-    end = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < end
-        time.sleep(0.005)
-
-
-@contextmanager
-def steering(module: Any, case: Case) -> Iterator[None]:
+def steering(module: Any, case: Case) -> AbstractContextManager[None]:
     """Steer by hooks as ``case`` says, in one generation."""
-    layers = module.get_submodule(layers_path(LanguageModel(module)))
-    handles = []
+    hooks = Hooks(module)
     for number, addition in case.additions.items():
         seen = [0]
 
-        def hook(module: Any, args: Any, output: Any, addition: Addition = addition, seen: list[int] = seen) -> Any:
+        def edited(output: Any, addition: Addition = addition, seen: list[int] = seen) -> Any:
             hidden = output[0] if isinstance(output, tuple) else output
             changed = hidden
             if addition.remove is not None:
@@ -104,12 +98,8 @@ def steering(module: Any, case: Case) -> Iterator[None]:
             changed = torch.where((positions >= case.start)[:, None], changed, hidden)
             return (changed, *output[1:]) if isinstance(output, tuple) else changed
 
-        handles.append(layers[number].register_forward_hook(hook))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+        hooks.output(f"{layers_path(LanguageModel(module))}.{number}", edited)
+    return hooks.installed()
 
 
 def due(module: Any, case: Case) -> list[int]:
@@ -342,7 +332,7 @@ def test_an_edit_is_for_each_step_or_for_the_prompt_and_may_not_count_steps() ->
         answers = [case.answer(), Case([9], 4).answer()]
         for answer in answers:
             generator.submit(answer)
-        wait(lambda answers=answers: all(answer.is_over for answer in answers))  # type: ignore[misc]
+        until(lambda answers=answers: all(answer.is_over for answer in answers), 240)  # type: ignore[misc]
         found.append(answers[0].tokens)
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
         assert answers[0].tokens == edited.generate(ids, **options)[0, 3:].tolist()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +12,8 @@ import torch
 from nnsight import demo_model
 from nnsight.cli import main
 from nnsight.steering import SteeringVector
+
+from ...serving import serving
 
 PROMPT = "The Eiffel Tower is in the city of"
 OPTIONS: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
@@ -36,28 +34,13 @@ def test_the_command_serves_a_model_with_edits_and_vectors(tmp_path: Path) -> No
         model.tokenizer.decode(one.generate(PROMPT, **OPTIONS)[0, length:], skip_special_tokens=True)
         for one in (edited, vector.apply(edited, 2.0))
     ]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     options = ["--openai", "--vectors", f"mood={tmp_path}/mood.safetensors", "--edits", f"{tmp_path}/edits.safetensors"]
-    command = [sys.executable, "-m", "nnsight.cli", "serve", "nnsight/demo", "--port", str(port), "--spool", f"{tmp_path}/jobs", *options]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        for _ in range(240):
-            assert process.poll() is None
-            try:
-                requests.get(f"{address}/health", timeout=5)
-                break
-            except requests.ConnectionError:
-                time.sleep(0.25)
+    with serving(tmp_path / "log", "serve", "nnsight/demo", "--spool", tmp_path / "jobs", *options) as address:
         body: dict[str, Any] = {"model": "nnsight/demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 5}
         steered = {**body, "vllm_xargs": {"nnsight_vector": "mood", "nnsight_scale": 2.0}}
         found = [requests.post(f"{address}/v1/completions", json=one, timeout=60).json()["choices"][0]["text"] for one in (body, steered)]
         assert found == due
         assert "nnsight/demo" in requests.get(f"{address}/status", timeout=5).text  # programs are served beside it
-    finally:
-        process.terminate()
-        process.wait()
 
 
 @pytest.mark.parametrize(

@@ -29,16 +29,14 @@ if TYPE_CHECKING:
 __version__ = "0.9.0.dev0"
 
 provide(
-    add_names="nnsight.envoy.renaming",
     backend_for="nnsight.remote.client.remote_backend",
     call_edited="nnsight.fx.inlining",
-    check_names="nnsight.envoy.renaming",
-    with_names="nnsight.envoy.renaming",
     baked_edits="nnsight.program.edits",
     CompiledEdits="nnsight.program.edits",
     component_of="nnsight.modeling.component",
     program_of="nnsight.program.traces",
     program_trace="nnsight.program.traces",
+    root_class="nnsight.modeling.base",
     model_key_of="nnsight.remote.protocol",
     ModelKey="nnsight.remote.protocol",
 )

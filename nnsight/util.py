@@ -6,6 +6,7 @@ An instance of :class:`WrapperModule` that is set as an attribute of a module is
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import reduce
 from importlib import import_module
@@ -61,18 +62,26 @@ def from_import_path(path: str) -> Any:
     raise ImportError(f"{path!r} is no path of a module and a name in it.")
 
 
-def apply(data: Any, fn: Callable[[Any], Any], cls: type) -> Any:
-    """Return ``data`` with ``fn`` applied to every instance of ``cls`` in it, through lists, tuples, sets, dicts and slices."""
+def apply(data: Any, fn: Callable[[Any], Any], cls: type, n: int = 0) -> Any:
+    """Return ``data`` with ``fn`` applied to every instance of ``cls`` in it, through lists, tuples, sets, dicts and slices.
+
+    Containers are made anew, those of other classes of dicts as such. With ``n`` the attributes of other objects are changed in place, also
+    in the objects that these have, ``n`` objects deep.
+    """
     if isinstance(data, cls):
         return fn(data)
     if isinstance(data, tuple) and hasattr(data, "_fields"):
-        return type(data)(*(apply(item, fn, cls) for item in data))
-    if type(data) in (list, tuple):
-        return type(data)(apply(item, fn, cls) for item in data)
-    if type(data) in (set, frozenset):
-        return type(data)(apply(item, fn, cls) for item in data)
+        return type(data)(*(apply(item, fn, cls, n) for item in data))
+    if type(data) in (list, tuple, set, frozenset):
+        return type(data)(apply(item, fn, cls, n) for item in data)
     if isinstance(data, dict):
-        return {key: apply(value, fn, cls) for key, value in data.items()}
+        made = copy.copy(data)
+        for key, value in data.items():
+            made[key] = apply(value, fn, cls, n)
+        return made
     if isinstance(data, slice):
-        return slice(*(apply(bound, fn, cls) for bound in (data.start, data.stop, data.step)))
+        return slice(*(apply(bound, fn, cls, n) for bound in (data.start, data.stop, data.step)))
+    if n > 0 and hasattr(data, "__dict__") and not isinstance(data, type):
+        for name, value in list(vars(data).items()):
+            setattr(data, name, apply(value, fn, cls, n - 1))
     return data

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import types
 
 import pytest
 import torch
+from transformers.utils import ModelOutput
 
 import nnsight
 from nnsight import NNsight
@@ -68,6 +70,22 @@ def test_a_function_of_everything_of_a_type() -> None:
     data = [1, (2, "a"), {"b": 3, "c": None}, slice(4, None), Pair(5, "d")]
     assert apply(data, lambda number: -number, int) == [-1, (-2, "a"), {"b": -3, "c": None}, slice(-4, None), Pair(-5, "d")]
     assert data[0] == 1
+    assert apply([{1, 2}, frozenset({3})], lambda number: -number, int) == [{-1, -2}, frozenset({-3})]
+    output = ModelOutput(logits=X, hidden=(X, None))
+    doubled = apply(output, lambda tensor: tensor * 2, torch.Tensor)
+    assert type(doubled) is ModelOutput and torch.equal(doubled.logits, X * 2) and torch.equal(output.logits, X)
+    found = apply(collections.defaultdict(list, a=1), str, int)
+    assert type(found) is collections.defaultdict and found == {"a": "1"}
+
+
+def test_attributes_of_objects_some_deep() -> None:
+    inner = types.SimpleNamespace(size=1, sizes=[2, 3])
+    outer = types.SimpleNamespace(size=4, inner=inner)
+    assert apply(outer, lambda number: -number, int) is outer and (outer.size, inner.size) == (4, 1)
+    apply([outer], lambda number: -number, int, 1)
+    assert (outer.size, inner.size) == (-4, 1)
+    apply(outer, lambda number: -number, int, n=2)
+    assert (outer.size, inner.size, inner.sizes) == (4, -1, [-2, -3])
 
 
 def test_values_of_a_trace_are_tensors_and_no_objects_of_their_own() -> None:

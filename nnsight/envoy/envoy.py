@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 
@@ -27,8 +27,9 @@ from ..runtime.modules.interception import is_compiling
 from ..runtime.modules.located import Located
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.uncompiled import uncompiled
+from ..tracing import Backend
 from ..tracing.source import calls_for_with
-from .attributes import DERIVED, check_root, ends_with, unknown_attribute, with_child_named
+from .attributes import DERIVED, ends_with, unknown_attribute, with_child_named
 from .showing import shown
 from .source import Source, source_of
 
@@ -37,7 +38,9 @@ EnvoyClasses: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module] | str, ty
 
 
 class Envoy(Located):
-    """Mirror of ``module`` in the tree of a wrapped model; without a ``tree``, the root of its own.
+    """Mirror of ``module`` in the tree of a wrapped model.
+
+    Without a ``tree`` it is the root of its own, and an :class:`~nnsight.modeling.base.NNsight`; so is that of a class of envoys of yours.
 
     Args:
         module: The mirrored module.
@@ -60,6 +63,9 @@ class Envoy(Located):
     _aliases: set[str]
     _shown_envoys: dict[str, Envoy]  # those of modules that are attributes and no children
 
+    def __new__(cls, *args: Any, tree: ModuleTree | None = None, **kwargs: Any) -> Self:
+        return super().__new__(cls if tree is not None else late("root_class")(cls))
+
     def __init__(
         self,
         module: torch.nn.Module,
@@ -72,12 +78,7 @@ class Envoy(Located):
         tree: ModuleTree | None = None,
         known: dict[torch.nn.Module, Envoy] | None = None,
     ) -> None:
-        if tree is None:
-            check_root(module, path, interleaver, parent)
-            tree = self.__dict__["_tree"] = ModuleTree(module, path)
-        if rename:
-            late("check_names")(rename)
-            envoys = late("with_names")(envoys, rename, tree)
+        assert tree is not None  # a root without one is made by its own class
         self.__dict__.update(_path=path, _module=module, _children={}, _envoys=envoys, _aliases=set(), _version=tree.version)
         self.__dict__.update(_shown_envoys={}, _tree_of_root=(weakref.ref(tree), tree._traced_call))
         known = {} if known is None else known
@@ -85,8 +86,6 @@ class Envoy(Located):
         for name, child in module._modules.items():
             if child is not None:
                 self._adopt(name, child, known)
-        if rename:
-            late("add_names")(self, rename)
 
     # -- values of the running model -----------------------------------------------------------------------------
 
@@ -149,9 +148,9 @@ class Envoy(Located):
         return self._as_root.session(*args, **kwargs)
 
     @uncompiled
-    def edit(self, *, inplace: bool = False) -> Any:
+    def edit(self, *, inplace: bool = False, backend: Backend | None = None) -> Any:
         """Keep a block for runs of this module by itself, as :meth:`NNsight.edit` does for those of the model."""
-        return self._as_root.edit(inplace=inplace)
+        return self._as_root.edit(inplace=inplace, backend=backend)
 
     def clear_edits(self) -> None:
         """Forget the blocks of :meth:`edit`."""

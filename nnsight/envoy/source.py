@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from ..runtime.interleaver import active_interleaver
-from ..runtime.modules.listing import Listing, Operation, SourceError, listing_of
+from ..runtime.modules.listing import Listing, Operation, SourceError, listing_of, no_operation
 from ..runtime.modules.located import Located
 from ..runtime.modules.operations import forward_of, layers_of
 from ..runtime.modules.tree import ModuleTree
-from ..tracing.errors import did_you_mean
 
 if TYPE_CHECKING:
     from .envoy import Envoy
@@ -63,8 +62,7 @@ class Source:
         operations = self._listing.operations
         operation = operations.get(self._listing.aliases.get(name, name))
         if operation is None:
-            hint = did_you_mean(name, operations)
-            raise AttributeError(f"`{self._path}.source` has no operation `{name}`.{hint} There are: {', '.join(operations)}.")
+            raise AttributeError(no_operation(self._path, name, self._listing))
         return OperationEnvoy(self, operation.name, operation)
 
     def __dir__(self) -> list[str]:

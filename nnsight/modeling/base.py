@@ -427,6 +427,19 @@ class NNsight(Editable):
     _compile_by_default: bool
 
 
+def root_class(kind: type[Envoy]) -> type[NNsight]:
+    """Return the class of roots of a class of envoys: itself, if it is one of roots; else a subclass of both, made once."""
+    if issubclass(kind, NNsight):
+        return kind
+    if kind is Envoy:
+        return NNsight
+    known: type[NNsight] | None = vars(kind).get("_of_roots")
+    if known is None:
+        known = type(kind.__name__, (kind, NNsight), {"__module__": kind.__module__, "__doc__": kind.__doc__, "_moved": None})
+        kind._of_roots = known  # type: ignore[attr-defined]
+    return known
+
+
 def _traced_call(*call: Any) -> Any:
     """Call a module while dynamo traces it; see :func:`nnsight.fx.capturing.taps.tapped_call`."""
     from ..fx.capturing.taps import tapped_call

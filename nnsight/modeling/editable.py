@@ -12,6 +12,7 @@ from ..envoy.envoy import Envoy, EnvoyClasses
 from ..late_binding import late
 from ..runtime.editing import Edit, EditingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled
+from ..tracing import Backend
 
 if TYPE_CHECKING:
     from .base import NNsight
@@ -27,12 +28,13 @@ class Editable(Envoy):
     params: Any
 
     @uncompiled
-    def edit(self, *, inplace: bool = False) -> EditingTracer:
+    def edit(self, *, inplace: bool = False, backend: Backend | None = None) -> EditingTracer:
         """Keep a block and run it in every later trace and call of the model.
 
         Args:
             inplace: Edit this object; by default the block goes to a copy, which ``as`` binds. The copy shares modules,
                 weights and compiled graphs with this object.
+            backend: What is given the block, and keeps it by running the tracer; by default it is kept.
 
         Example:
             >>> model = NNsight(torch.nn.Linear(2, 2))
@@ -41,7 +43,7 @@ class Editable(Envoy):
         """
         leave_to_python("model.edit()")
         edited = self if inplace else self._edited_copy()
-        return EditingTracer(edited._edits, edited)
+        return EditingTracer(edited._edits, edited, backend)
 
     def _edited_copy(self) -> Any:
         """Return a copy with edits of its own, which shares modules, weights and compiled graphs with this object."""

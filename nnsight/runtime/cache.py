@@ -250,8 +250,13 @@ class CacheView:
     def __contains__(self, path: str) -> bool:
         return path in set(self) or f"{self._path}.{path}" in self._cache
 
+    def keys(self) -> list[str]:
+        """Return the paths of the cache from here on."""
+        return list(iter(self))
+
     def __len__(self) -> int:
-        return sum(1 for _ in self)
+        """Return how often the module here ran; of a container, which does not run, how many modules below it did."""
+        return len(self._cache[self._path]) if self._path in self._cache else len(self.keys())
 
     def __bool__(self) -> bool:
         return True

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..tracing import Block, Scope, Tracer
+from ..tracing import Backend, Block, Scope, Tracer
 from ..tracing.excerpt import Excerpt
 from .controls import RunControls
 
@@ -51,8 +51,8 @@ class EditingTracer(RunControls, Tracer):
     ``as edited`` binds the edited model, ``as (tracer, edited)`` a tracer as well.
     """
 
-    def __init__(self, edits: list[Edit], edited: Any) -> None:
-        super().__init__()
+    def __init__(self, edits: list[Edit], edited: Any, backend: Backend | None = None) -> None:
+        super().__init__(backend)
         self._edits = edits
         self._edited = edited
         self._source: Excerpt | None = None

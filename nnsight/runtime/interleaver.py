@@ -288,6 +288,7 @@ class Interleaver:
 
         Raises:
             OutOfOrderError: At the user's line, for a block that still waits for a location.
+            AttributeError: Likewise, if there is no such operation in a function that only the run could tell.
         """
         for mediator in self.mediators:
             request = mediator.waiting
@@ -298,8 +299,9 @@ class Interleaver:
             elif request is not None:
                 location, occurrence = request
                 calls, visited = self.counts.get(location, 0), mediator.last_visited
+                unknown = None if self.tree is None else self.tree.unknown_operation(location)
                 message = never_reached_message(location, occurrence, calls, visited, self.stopped)
-                mediator.throw(OutOfOrderError(message))
+                mediator.throw(AttributeError(unknown) if unknown else OutOfOrderError(message))
 
     def end_blocks(self) -> None:
         """End the blocks that still run, where they wait; their ``finally`` clauses run."""

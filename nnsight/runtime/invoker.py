@@ -52,6 +52,8 @@ class Invoker(Tracer):
         """Add the block to the trace."""
         assert self.scope is not None and self.info is not None
         shared = self.scope
+        for name, value in self.info.bindings(self).items():
+            shared.cells[name].cell_contents = value
         publish: Callable[[], None] | None = None
         if CONFIG.APP.CROSS_INVOKER:
             self.scope = branch = shared.branch(self.info)

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from nnsight import Envoy, NNsight
+from nnsight.intervention.envoy import traceable
+from nnsight.tracing.backend import ExecutionBackend
 
-from ..conftest import close
+from ..conftest import both, close
 
 
 class Net(torch.nn.Module):
@@ -82,6 +84,71 @@ def test_the_path_goes_along(mode: str) -> None:
     with root.edit() as edited:
         edited.first.output[:] = 0.0
     close(edited(X), net.rest(torch.zeros(3, 4)))
+
+
+class Reading(Envoy):
+    """A class of envoys of somebody's own, with a method to trace."""
+
+    def __init__(self, module: torch.nn.Module, *args: Any, scale: float = 2.0, **kwargs: Any) -> None:
+        super().__init__(module, *args, **kwargs)
+        self.scale = scale
+
+    @traceable
+    def read(self, x: torch.Tensor) -> torch.Tensor:
+        return self._module(x) * self.scale
+
+
+@both
+@pytest.mark.parametrize("kind", [Envoy, Reading])
+def test_a_root_of_any_class_is_one_like_nnsight(kind: Any, compile: bool) -> None:
+    net = Net().eval()
+    root = kind(net, "net", compile={"backend": "eager"} if compile else False)
+    assert isinstance(root, NNsight) and type(root).__name__ == ("NNsight" if kind is Envoy else "Reading")
+    assert root.first.parent is root and root.rest[0].root is root and root.parent is None
+    for known in (root, pickle.loads(pickle.dumps(root)), copy.deepcopy(root)):
+        assert isinstance(known, kind)
+        with known.trace(X) as tracer:
+            known.first.output[:] = 1.0
+            out = known.output.save()
+        assert tracer.report.mode == ("compiled" if compile else "eager")
+        close(out, net.rest(torch.ones(3, 4)))
+        with known.doubled(X) as tracer:
+            hidden = known.first.output.save()
+        close(hidden, net.first(X))
+    with root.edit(inplace=True):
+        root.first.output[:] = 0.0
+    close(root(X), net.rest(torch.zeros(3, 4)))
+
+
+@both
+def test_a_traceable_method_of_a_root_of_any_class(compile: bool) -> None:
+    net = Net().eval()
+    root = Reading(net, compile={"backend": "eager"} if compile else False)
+    with root.read(X) as tracer:
+        root.first.output[:] = 1.0
+        result = tracer.result.save()
+    close(result, 2 * net.rest(torch.ones(3, 4)))
+    close(root.read(X), 2 * net(X))
+
+
+@both
+def test_an_edit_is_given_to_a_backend(compile: bool) -> None:
+    class Counted(ExecutionBackend):
+        calls = 0
+
+        def __call__(self, tracer: Any) -> None:
+            Counted.calls += 1
+            super().__call__(tracer)
+
+    net = Net().eval()
+    root = NNsight(net, compile={"backend": "eager"} if compile else False)
+    for envoy in (root, root.rest):
+        with envoy.edit(backend=Counted()) as edited:
+            root.rest[0].output[:] = 1.0
+        with edited.trace(X) as tracer:
+            out = tracer.result.save()
+        close(out, net.rest[1](torch.ones(3, 4)))
+    assert Counted.calls == 2
 
 
 @pytest.mark.parametrize("kind", [Envoy, NNsight])

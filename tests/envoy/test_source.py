@@ -639,6 +639,15 @@ def test_a_function_that_only_a_run_can_tell_is_listed_from_that_run_on(net: Net
     assert first is not None
 
 
+@both
+def test_an_unknown_operation_of_such_a_function(net: Net, x: torch.Tensor, compile: bool) -> None:
+    model = NNsight(net, compile={"backend": "eager"})
+    for _ in range(2):
+        with pytest.raises(AttributeError, match=r"`model\.layers\.0\.source\.weigh_0\.source` has no operation `pick_9`.*There are: "):
+            with model.trace(x, compile=compile):
+                model.layers[0].source.weigh_0.source.pick_9.output.save()
+
+
 def test_code_from_a_string_has_no_source(x: torch.Tensor) -> None:
     namespace: dict[str, Any] = {"torch": torch}
     exec("class Made(torch.nn.Module):\n    def forward(self, x):\n        return torch.tanh(x)\n", namespace)

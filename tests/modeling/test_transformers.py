@@ -17,6 +17,7 @@ import transformers as t
 import nnsight
 from nnsight import LanguageModel, TransformersModel, VisionLanguageModel
 from nnsight.modeling.mixins import LoadingError
+from nnsight.modeling.transformers import tasks
 from nnsight.remote.protocol import ModelKey
 
 from .tiny_tasks import TEXT, TINY, WORDS, image, images, sound, tokenizer
@@ -99,6 +100,23 @@ def test_the_task_of_a_loaded_module_or_a_folder(tmp_path: Path) -> None:
     TINY["feature-extraction"].module().save_pretrained(tmp_path / "features")
     with pytest.raises(ValueError, match="pass it, as in `task="):
         TransformersModel(tmp_path / "features")
+
+
+def test_the_task_of_a_repository_is_that_of_its_metadata(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def get_task(name: str, token: Any = None) -> str:
+        asked.append((name, token))
+        if name == "somebody/encoder":
+            raise RuntimeError("This model is meant to be used with sentence-transformers not with transformers")
+        return "sentiment-analysis"
+
+    monkeypatch.setattr("transformers.pipelines.get_task", get_task)
+    assert tasks.task_of_repository("somebody/classifier", t.BertConfig(), "token") == "text-classification"
+    assert asked == [("somebody/classifier", "token")]
+    assert tasks.task_of_repository("somebody/encoder", t.BertConfig(architectures=["BertForMaskedLM"])) == "fill-mask"
+    with pytest.raises(ValueError, match=r"'somebody/encoder' is not known: pass it, as in `task=.*sentence-transformers"):
+        tasks.task_of_repository("somebody/encoder", t.BertConfig(architectures=["BertModel"]))
 
 
 def test_preprocessors_are_those_of_the_task(viewer: TransformersModel, classifier: TransformersModel) -> None:

@@ -118,6 +118,14 @@ def _claps() -> Any:
     return t.ClapFeatureExtractor(feature_size=8, truncation="rand_trunc", padding="repeatpad", frequency_max=400, **sizes)
 
 
+def _vits() -> Any:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "ffn_dim": 16, "flow_size": 16, "spectrogram_bins": 9,
+             "upsample_initial_channel": 16, "upsample_rates": [2], "upsample_kernel_sizes": [4], "resblock_kernel_sizes": [3],
+             "resblock_dilation_sizes": [[1]], "prior_encoder_num_flows": 1, "prior_encoder_num_wavenet_layers": 1,
+             "posterior_encoder_num_wavenet_layers": 1, "wavenet_kernel_size": 3, "duration_predictor_filter_channels": 16}  # fmt: skip
+    return t.VitsConfig(vocab_size=len(WORDS), **sizes, use_stochastic_duration_prediction=False, noise_scale=0.0)
+
+
 ZERO_SHOT = {"candidate_labels": ["red", "blue", "fast"]}
 
 BERT_LAYER = "bert.encoder.layer.0.intermediate"
@@ -160,6 +168,7 @@ TINY = {
              {"feature_extractor": _mels, "tokenizer": tokenizer}, generates=True),
         Tiny("zero-shot-audio-classification", "ClapModel", _clap, "text_model.encoder.layer.0.intermediate", sound(800),
              {"feature_extractor": _claps, "tokenizer": tokenizer}, ZERO_SHOT, rows=3),
+        Tiny("text-to-audio", "VitsModel", _vits, "text_encoder.encoder.layers.0", "the cat sat", _TEXTS),
         Tiny("document-question-answering", "LayoutLMForQuestionAnswering", functools.partial(t.LayoutLMConfig, **TEXT),
              "layoutlm.encoder.layer.0.intermediate",
              {"image": None, "question": "the cat ?", "word_boxes": [("a", [0, 0, 9, 9]), ("mat", [10, 0, 19, 9])]}, _TEXTS),

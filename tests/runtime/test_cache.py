@@ -153,6 +153,7 @@ def test_several_calls_are_a_list(model: NNsight, compile: bool) -> None:
     assert entry[-1].output is entry.output[1]
     assert entry[1].input is entry.input[1]
     assert len(cache["model.layers.0"]) == 1
+    assert (len(cache.shared), len(cache.layers[0])) == (2, 1)
     with pytest.raises(IndexError):
         entry[2]
 
@@ -370,6 +371,7 @@ def test_the_modules_of_a_cache_are_those_that_ran(model: NNsight, compile: bool
     assert list(cache)[-1] == "model"  # in the order in which they returned
     assert list(cache.model.layers) == list(shapes)
     assert len(cache.model.layers) == 2
+    assert cache.model.layers.keys() == list(shapes) and cache.blocks[1].keys() == ["model.layers.1"]
     assert "0" in cache.model.layers
     assert "model.layers.0" in cache.model.layers
     assert "model.pair" not in cache.model.layers

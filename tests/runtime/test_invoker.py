@@ -397,6 +397,7 @@ def test_an_invoke_knows_its_input(model: Rows, a: torch.Tensor, b: torch.Tensor
         with model.trace(compile=compile) as tracer:
             with tracer.invoke(one_input) as one:
                 seen = [*one.args, *one.inputs[0], model.input.clone()].save()
+            assert one.args == (one_input,) and one.kwargs == {}  # between the invokes, too
             with tracer.invoke(two_input) as two:
                 other = (two.inputs[0][0] * 2).save()
             with tracer.invoke() as three:

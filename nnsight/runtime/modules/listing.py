@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+from ...tracing.errors import did_you_mean
 from ...tracing.parsing import nested_code
 from ...tracing.source import nodes_in_place, parsed_file
 
@@ -58,6 +59,12 @@ class Listing:
     operations: dict[str, Operation]  # its operations by name, in the order of their numbering
     code: types.CodeType  # the function with its operations intercepted; operation `n` is free in it
     aliases: dict[str, str]  # names of calls in a numbering that counts assignments, where no operation has such a name
+
+
+def no_operation(path: str, name: str, listing: Listing) -> str:
+    """Say that the function at ``path`` has no operation ``name``, and which it has."""
+    hint = did_you_mean(name, listing.operations)
+    return f"`{path}.source` has no operation `{name}`.{hint} There are: {', '.join(listing.operations)}."
 
 
 @dataclass(frozen=True, eq=False)

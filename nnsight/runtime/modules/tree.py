@@ -17,7 +17,7 @@ import torch
 from ..interleaver import Interleaver
 from .attached import Attached
 from .interception import Instrumentation, TracedCall
-from .listing import Operation, SourceError, listing_of
+from .listing import Operation, SourceError, listing_of, no_operation
 from .mentions import Chains
 from .operations import Operations, forward_of, layers_of, resolved_callee
 
@@ -151,6 +151,16 @@ class ModuleTree:
     def called_at(self, path: str) -> Any:
         """Return the function that the operation at ``path`` called last while it was looked into; ``None`` if it was not."""
         return self._operations.called.get(path)
+
+    def unknown_operation(self, location: str) -> str | None:
+        """Say that ``location``, where nothing passed, is one of an operation that the function that a run called does not have."""
+        path, found, name = location.rpartition(".source.")
+        called = self.called_at(path) if found else None
+        if called is None:
+            return None
+        listing = listing_of(layers_of(called, f"`{path}`")[-1])
+        name = name.rpartition(".")[0]
+        return None if listing.aliases.get(name, name) in listing.operations else no_operation(path, name, listing)
 
     @property
     def opened(self) -> int:

@@ -190,7 +190,7 @@ def _read(model: NNsight, row: dict[str, Any], table: list[Any]) -> Edit:
             "does not have. Import the edits into a model of the kind they were made for, with the same `rename`."
         )
     roots = frozenset(name for name in block.shared if values.get(name) is model)
-    scope = Scope({name: types.CellType() for name in block.shared}, block.inner)
+    scope = Scope({name: types.CellType() for name in block.shared})
     for name in (values.keys() & scope.cells) - roots:
         scope.cells[name].cell_contents = values[name]
     module_globals = {"__name__": row["module"], "__builtins__": builtins}

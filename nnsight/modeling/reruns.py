@@ -68,7 +68,7 @@ class Rerun:
 
     def __init__(self, tracer: ModelTracer) -> None:
         assert tracer.info is not None and tracer.scope is not None and tracer._call is not None
-        self.block, self._inner, self._globals = tracer.info, tracer.scope.inner, tracer.module_globals
+        self.block, self._globals = tracer.info, tracer.module_globals
         self._names, given = tuple(tracer.scope.cells), tracer.module_globals
         known: dict[int, _Copied] = {}
         mentioned = self.block.shared  # a session has the variables of all its traces
@@ -105,7 +105,7 @@ class Rerun:
         kwargs = dict(_values(self._inputs[1], made))
         calls = model if self.kind is None else self.kind(model)
         tracer: ModelTracer = model._tracer(calls, args, kwargs, False, None)
-        tracer._entered, tracer.info, tracer.scope = True, self.block, Scope(cells, self._inner)
+        tracer._entered, tracer.info, tracer.scope = True, self.block, Scope(cells)
         tracer.module_globals = self._globals | used
         return tracer
 

@@ -24,7 +24,7 @@ from ..runtime.interleaver import Interleaver
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Report
 from ..runtime.tracer import Arguments, Batchable, Driver, InterleavingTracer, Named
-from ..tracing import Backend, Scope
+from ..tracing import Backend
 from ..tracing.block import is_bound
 from ..tracing.saving import saves
 from .reruns import Rerun, container_copy
@@ -163,7 +163,7 @@ class ModelTracer(InterleavingTracer):
         used = {name: self._frame.f_globals[name] for name in self.info.looked_up if name in self._frame.f_globals}
         module_globals = self._frame.f_globals | {name: container_copy(value, copies) for name, value in used.items()}
         rehearsal._entered, rehearsal.info, rehearsal._frame = True, self.info, self._frame
-        rehearsal.scope = Scope(scope.cells, self.scope.inner)
+        rehearsal.scope = scope
         token = saves.set({})
         try:
             rehearsal.execute(self.info.bind(rehearsal.scope, rehearsal, module_globals))

@@ -50,13 +50,13 @@ class Invoker(Tracer):
 
     def run(self) -> None:
         """Add the block to the trace."""
-        assert self.scope is not None and self.info is not None
+        assert self.scope is not None and self.info is not None and self._trace.info is not None
         shared = self.scope
         for name, value in self.info.bindings(self).items():
             shared.cells[name].cell_contents = value
         publish: Callable[[], None] | None = None
         if CONFIG.APP.CROSS_INVOKER:
-            self.scope = branch = shared.branch(self.info)
+            self.scope = branch = shared.branch(self.info, self._trace.info)
             publish = branch.publish
         else:
             self.scope = own = shared.copy()

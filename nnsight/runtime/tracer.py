@@ -375,7 +375,7 @@ class InterleavingTracer(RunControls, Tracer):
 
     def _drop_unsaved(self) -> None:
         if self.scope is not None and self.info is not None and self.owns_scope:
-            self.scope.drop_unsaved(self.info.stored | self.info.inner)
+            self.scope.drop_unsaved(self.info.stored.union(self.info.inner))
 
     def _close(self) -> None:
         super()._close()

@@ -58,23 +58,25 @@ class Scope:
     """The variables of a family of blocks, one cell each."""
 
     cells: dict[str, types.CellType] = field(default_factory=dict)  # cell by variable name
-    inner: frozenset[str] = frozenset()  # names that blocks inside the one that opened the scope assign
 
-    def branch(self, block: Block) -> Branch:
-        """Return the scope of one of several blocks in here that take turns.
+    def branch(self, block: Block, trace: Block) -> Branch:
+        """Return the scope of one of the blocks in that of ``trace`` that take turns.
 
         Variables that ``block`` assigns are its own, and :meth:`Branch.publish` shows them to the others. Variables that it only reads are
         those that others assign, or have their present value, as a loop variable does.
         """
         cells: dict[str, types.CellType] = {}
+        others = {
+            name for name, spans in trace.inner.items() if any(not first <= block.line <= last for first, last in spans)
+        }
         for name in block.shared:
             cell = self.cells[name]
             bound = is_bound(cell)
-            if name in block.stored or (bound and name not in self.inner):
+            if name in block.stored or (bound and name not in others):
                 cells[name] = types.CellType(cell.cell_contents) if bound else types.CellType()
             else:
                 cells[name] = cell
-        return Branch(cells, block.inner, self, block.stored)
+        return Branch(cells, self, block.stored)
 
     def items(self) -> Iterator[tuple[str, Any]]:
         """Yield name and value of every bound variable."""
@@ -135,7 +137,7 @@ class Block:
     line: int  # first line of the `with` statement
     shared: tuple[str, ...]  # names of all variables of the block
     stored: frozenset[str]  # those that it assigns
-    inner: frozenset[str]  # those that `with` statements in it assign
+    inner: dict[str, set[tuple[int, int]]]  # those that `with` statements in it assign, each with the lines of these statements
     target: str | tuple[str, ...] | None  # name bound by `as`, or names if it is a tuple of them; `None` for anything else
     body: tuple[ast.stmt, ...] = ()  # its syntax tree, as it was compiled
 
@@ -199,7 +201,7 @@ class Block:
             return scope
         cell, variables = types.CellType, frame.f_locals
         cells = {name: cell(variables[name]) if name in variables else cell() for name in self.shared}
-        scope = Scope(cells, self.inner)
+        scope = Scope(cells)
         if _is_function(frame):
             _forget_snapshot(frame, variables)
             return scope
@@ -322,15 +324,22 @@ def compile_block(site: WithSite, local: set[str] | None, in_function: bool, fla
     name: str | tuple[str, ...] | None = target.id if isinstance(target, ast.Name) else None
     if isinstance(target, ast.Tuple) and all(isinstance(item, ast.Name) for item in target.elts):
         name = tuple(item.id for item in target.elts if isinstance(item, ast.Name))
-    inside = frozenset(
-        part.id
-        for statement in node.body
-        for block in ast.walk(statement)
-        if isinstance(block, ast.With)
-        for part in ast.walk(block)
-        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
-    )
+    inside = _assigned_inside(node.body)
     return Block(code, filename, node.lineno, tuple(sorted(shared)), frozenset(stored & shared), inside, name, tuple(body))
+
+
+def _assigned_inside(body: list[ast.stmt]) -> dict[str, set[tuple[int, int]]]:
+    """Return the names that ``with`` statements in ``body`` assign, each with the lines of the innermost of these statements."""
+    found: dict[str, set[tuple[int, int]]] = {}
+    pending: list[tuple[ast.AST, tuple[int, int] | None]] = [(statement, None) for statement in body]
+    while pending:
+        part, lines = pending.pop()
+        if isinstance(part, ast.With):
+            lines = (part.lineno, part.end_lineno or part.lineno)
+        elif lines is not None and isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+            found.setdefault(part.id, set()).add(lines)
+        pending.extend((child, lines) for child in ast.iter_child_nodes(part))
+    return found
 
 
 def _local_names(frame: types.FrameType) -> set[str] | None:

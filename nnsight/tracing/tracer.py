@@ -191,14 +191,15 @@ class Tracer:
 
     def _bind_saved(self, frame: types.FrameType, scope: Scope, values: dict[str, Any] | None) -> None:
         assert self.info is not None
+        bound = self.info.bindings(self.target_value)
         if not self.owns_scope:
+            for name, value in bound.items():  # the body has done so, if it ran
+                scope.cells[name].cell_contents = value
             return
         if values is None:
             marked = saves.get()
             values = {name: value for name, value in scope.items() if id(value) in marked} if marked else {}
-        if self.info.target is not None:
-            values |= self.info.bindings(self.target_value)
-        write_back(frame, values)
+        write_back(frame, {**values, **bound})
         if not self._deferred:
             scope.clear()
 

@@ -171,6 +171,32 @@ class Box:
     """Something with attributes."""
 
 
+@both
+@pytest.mark.parametrize("around", ["session", "no_grad"])
+def test_the_variable_of_a_loop_inside_another_block_is_the_one_of_its_turn(
+    model: Rows, a: torch.Tensor, around: str, compile: bool
+) -> None:
+    turns = list(range(3))
+    if around == "session":
+        with model.session():
+            with model.trace(a, compile=compile):
+                hidden = [model[turn].output for turn in turns]
+            with model.trace(compile=compile) as tracer:
+                outs = [].save()
+                for turn in turns:
+                    with tracer.invoke(a):
+                        outs.append(model[2].output + hidden[turn])
+    else:
+        with model.trace(compile=compile) as tracer:
+            outs = [].save()
+            with torch.no_grad():
+                for turn in turns:
+                    with tracer.invoke(a):
+                        outs.append(model[2].output + model._module[: turn + 1](a))
+    net = model._module
+    same(outs, [net(a) + net[: turn + 1](a) for turn in turns])
+
+
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_invokes_fill_one_container(model: Rows, a: torch.Tensor, b: torch.Tensor, where: str) -> None:
     """What one invoke puts into a dict, a list or an object is there for the others, and is left after the trace."""

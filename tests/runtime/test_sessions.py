@@ -94,6 +94,19 @@ def test_a_session_over_two_models(a: torch.Tensor, compile: bool) -> None:
 
 
 @both
+def test_an_edit_inside_a_session_binds_its_name(model: NNsight, a: torch.Tensor, compile: bool) -> None:
+    with model.session():
+        with model.trace(a, compile=compile):
+            hidden = model[0].output
+        with model.edit() as edited:
+            model[0].output = hidden * 2.0
+        with edited.trace(a, compile=compile):
+            out = edited.output.save()
+    net = model._module
+    same(out, net[1:](net[0](a) * 2.0))
+
+
+@both
 def test_an_error_ends_the_session_at_its_line(model: NNsight, a: torch.Tensor, compile: bool) -> None:
     ran: list[str] = []
     with pytest.raises(KeyError, match="mistake") as caught:

@@ -56,26 +56,44 @@ class PassRun(NamedTuple):
 
 
 def copy_edited_values(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Let each edit in place of a computed value edit a copy, which all later calls use, too.
+    """Let each edit in place of a computed value edit a copy, which all later calls use, too; calls before the last edit use other copies.
 
-    The backward passes of attention and ReLU need their results unedited. Ahead-of-time autograd traces the backward pass, whether or not
-    it will run, and lowers no graph that edits such a value. This pass is for graphs that have failed so.
+    The backward passes of attention and ReLU need their results unedited, that of a matrix product its arguments. Ahead-of-time autograd
+    traces the backward pass, whether or not it will run, and lowers no graph that edits such a value. This pass is for graphs that have
+    failed so.
     """
     graph = graph_module.graph
-    bases: dict[torch.fx.Node, None] = {}
-    for node in graph.nodes:
-        source = base = edited(node)
-        while source is not None:
-            base, source = source, edited(source) or _viewed(source)
-        if base is not None and base.op not in ("placeholder", "get_attr"):
-            bases[base] = None
-    for base in bases:
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    last: dict[torch.fx.Node, int] = {}  # where a value is edited last
+    for node, index in position.items():
+        source = edited(node)
+        if source is not None and (base := _base(source)).op not in ("placeholder", "get_attr"):
+            last[base] = index
+    for node, index in position.items():
+        read = [given for given in node.all_input_nodes if index < last.get(_base(given), -1)] if _is_new(node) else []
+        for given in read:
+            with graph.inserting_before(node):
+                node.replace_input_with(given, _cloned(graph, given))
+    for base in last:
         with graph.inserting_after(base):
-            copied = graph.call_method("clone", (base,))
-        copied.meta = dict(base.meta)
+            copied = _cloned(graph, base)
         base.replace_all_uses_with(copied)
         copied.args = (base,)
-    return _finished(graph_module, len(bases))
+    return _finished(graph_module, len(last))
+
+
+def _base(node: torch.fx.Node) -> torch.fx.Node:
+    """Return what computed the memory of ``node``, which may be an edit or a view of it."""
+    source: torch.fx.Node | None = node
+    while source is not None:
+        node, source = source, edited(source) or _viewed(source)
+    return node
+
+
+def _cloned(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
+    copied = graph.call_method("clone", (node,))
+    copied.meta = dict(node.meta)
+    return copied
 
 
 _library = torch.library.Library("nnsight", "FRAGMENT")

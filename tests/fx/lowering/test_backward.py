@@ -136,3 +136,22 @@ def test_the_gradient_of_the_other_branch_of_a_residual_in_place(training: bool)
     assert not tracer.report.notes, "it is compiled"
     torch.testing.assert_close(gradient, held[0].grad)
     torch.testing.assert_close(gradients(net), gradients(plain))
+
+
+def test_a_value_that_a_product_keeps_for_its_gradient_is_edited_behind_it() -> None:
+    """As with an autoencoder whose error is kept: autograd refuses the backward pass, and the forward pass is compiled all the same."""
+    torch.manual_seed(0)
+    net, decode = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()), torch.nn.Linear(4, 4)
+    model = nnsight.NNsight(net, compile={"backend": "aot_eager", "dynamic": True})
+    x = torch.randn(3, 4)
+    with model.trace(x) as tracer:
+        features = model[0].output.relu()
+        error = model[0].output - decode(features)
+        features[:, 1] = 2.0
+        model[0].output = decode(features) + error
+        out = model.output.save()
+    assert not tracer.report.notes, "it is compiled"
+    features = net[0](x).relu()
+    edited = features.clone()
+    edited[:, 1] = 2.0
+    torch.testing.assert_close(out, (decode(edited) + net[0](x) - decode(features)).tanh())

@@ -139,10 +139,7 @@ class SteeringVector(Mapping[int, torch.Tensor]):
             ValueError: If the mode is unknown, ``low`` is above ``high`` or "clamp" has neither, or the model does not fit the vector.
             KeyError: If the vector has no direction for one of the layers.
         """
-        if mode not in _MODES:
-            raise ValueError(f"mode={mode!r}: the modes are {', '.join(map(repr, _MODES))}.")
-        if (mode == "clamp" and low == -math.inf and high == math.inf) or low > high:
-            raise ValueError(f"low={low} and high={high}: clamp takes one limit or both, the lower one first.")
+        _check(mode, low, high)
         chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else sorted(set(layers))
         directions = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
         paths = self._paths(model, chosen)
@@ -217,6 +214,14 @@ class SteeringVector(Mapping[int, torch.Tensor]):
 
         return cls.load(hf_hub_download(repository, file, **options), name)
 
+
+
+def _check(mode: str, low: float, high: float) -> None:
+    """Raise ``ValueError`` if there is no such mode, or it has no such limits."""
+    if mode not in _MODES:
+        raise ValueError(f"mode={mode!r}: the modes are {', '.join(map(repr, _MODES))}.")
+    if (mode == "clamp" and low == -math.inf and high == math.inf) or low > high:
+        raise ValueError(f"low={low} and high={high}: clamp takes one limit or both, the lower one first.")
 
 def _edited(
     model: NNsight,

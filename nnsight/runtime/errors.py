@@ -106,3 +106,27 @@ class ReplacementShapeError(ValueError, RuntimeError):
 def replacement_message(location: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
     """Explain a replacement of another shape."""
     return f"The replacement of `{location}` has shape {shape}, but the model has {expected} there."
+
+
+def structure_message(location: str, found: Any, expected: Any) -> str:
+    """Explain a replacement of another structure, given that of its tree and that of the model's value."""
+    place = ""
+    while (found.type, found.context, found.num_children) == (expected.type, expected.context, expected.num_children):
+        keys = expected.context if isinstance(expected.context, list) else range(expected.num_children)
+        pairs = zip(keys, found.children(), expected.children(), strict=False)
+        key, found, expected = next((pair for pair in pairs if pair[1] != pair[2]), (None, found, expected))
+        if key is None:
+            break
+        place += f"[{key!r}]"
+    there = f" at `{place}`" if place else ""
+    return (
+        f"The replacement of `{location}` has another structure than the model's value there: {_structure(found)} instead of "
+        f"{_structure(expected)}{there}."
+    )
+
+
+def _structure(tree: Any) -> str:
+    if tree.is_leaf():
+        return "a single value"
+    keys = ", ".join(map(repr, tree.context)) if isinstance(tree.context, list) else ""
+    return f"a {tree.type.__name__} " + (f"with {keys}" if keys else f"of {tree.num_children}")

@@ -26,6 +26,7 @@ from ...runtime.errors import (
     MissedProviderError,
     ReplacementShapeError,
     replacement_message,
+    structure_message,
     uncaptured_message,
 )
 from ...runtime.switching.modes import Modes
@@ -227,10 +228,8 @@ class Recording(PieceRunner):
         location = tap.location
         new_leaves, structure = flatten(new)
         if structure != tap.structure:
-            raise ReplacementShapeError(
-                f"The replacement of `{location}` has another structure than the model's value there: {structure} "
-                f"instead of {tap.structure}. Replace a tuple by a tuple, a dict by a dict with the same keys."
-            )
+            message = structure_message(location, structure, tap.structure)
+            raise ReplacementShapeError(f"{message} Replace a tuple by a tuple, a dict by a dict with the same keys.")
         for old_leaf, new_leaf, leaf in zip(old_leaves, new_leaves, tap.leaves, strict=True):
             if old_leaf is new_leaf:
                 continue

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..carriers import is_carrier, on_tensors, write_back
-from ..errors import ReplacementShapeError
+from ..errors import ReplacementShapeError, structure_message
 from .batch_axes import FIRST, BatchDims, Rows
 
 
@@ -142,10 +142,8 @@ class View:
         """
         left_leaves, structure = pytree.tree_flatten(left, is_leaf=is_carrier)
         if structure != self._structure:
-            raise ReplacementShapeError(
-                f"The replacement of `{self._location}` has another structure than the model's value there: {structure} "
-                f"instead of {self._structure}. With several invokes each may replace its own rows only."
-            )
+            message = structure_message(self._location, structure, self._structure)
+            raise ReplacementShapeError(f"{message} With several invokes each may replace its own rows only.")
         changed = False
         leaves = list(self._leaves)
         made: dict[tuple[int, int, int], torch.Tensor] = {}  # and for the model

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from ...runtime.errors import ReplacementShapeError
+from ...runtime.errors import ReplacementShapeError, structure_message
 from ...runtime.replacing import Replacements
 
 
@@ -154,9 +154,7 @@ def check_replacement(location: str, old: Any, new: Any) -> None:
     old_leaves, structure = pytree.tree_flatten(old)
     new_leaves, found = pytree.tree_flatten(new)
     if found != structure:
-        raise ReplacementShapeError(
-            f"The replacement of `{location}` has another structure than the model's value there: {found} instead of {structure}."
-        )
+        raise ReplacementShapeError(structure_message(location, found, structure))
     for before, after in zip(old_leaves, new_leaves, strict=True):
         if not isinstance(before, torch.Tensor):
             continue

@@ -15,6 +15,7 @@ import nnsight
 from nnsight import NNsight, fx
 from nnsight.fx.capturing.structures import describe, parse_structure, unflatten
 from nnsight.fx.capturing.taps import Opaque, flatten
+from nnsight.runtime.errors import structure_message
 
 from ...conftest import Hooks, same
 
@@ -200,9 +201,16 @@ def test_structures_survive_their_description() -> None:
 
 def test_another_structure_or_constant_is_refused() -> None:
     model = NNsight(Taker(STRUCTURES["numbers"]), compile={"backend": "eager"})
-    with pytest.raises(ValueError, match=r"`model\.maker\.output`.*another structure"):
+    with pytest.raises(ValueError, match=r"`model\.maker\.output`.*another structure.*: a list of \d instead of a tuple of \d\."):
         with model.trace(X, compile=True):
             model.maker.output = [*model.maker.output]
+    nested = torch.zeros(1), {"a": [torch.zeros(1)], "b": None}
+    for other, said in (
+        ((nested[0],), "a tuple of 1 instead of a tuple of 2."),
+        ((nested[0], {"a": [nested[0]]}), "a dict with 'a' instead of a dict with 'a', 'b' at `[1]`."),
+        ((nested[0], {"a": nested[0], "b": None}), "a single value instead of a list of 1 at `[1]['a']`."),
+    ):
+        assert structure_message("here", *map(pytree.tree_structure, (other, nested))).endswith(said)
     with pytest.raises(ValueError, match=r"`model\.maker\.output` changes 3 to 4"):
         with model.trace(X, compile=True):
             value = list(model.maker.output)

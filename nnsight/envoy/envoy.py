@@ -64,7 +64,8 @@ class Envoy(Located):
     _shown_envoys: dict[str, Envoy]  # those of modules that are attributes and no children
 
     def __new__(cls, *args: Any, tree: ModuleTree | None = None, **kwargs: Any) -> Self:
-        return super().__new__(cls if tree is not None else late("root_class")(cls))
+        is_root = tree is None and (args or kwargs)  # a copy has no arguments
+        return super().__new__(late("root_class")(cls) if is_root else cls)
 
     def __init__(
         self,

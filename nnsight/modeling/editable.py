@@ -178,6 +178,7 @@ def _rebuild(
     state: dict[str, Any],
 ) -> NNsight:
     """Return the wrapper that :meth:`NNsight.__reduce_ex__` took apart."""
+    kind = late("root_class")(kind)
     made = kind.__new__(kind)
     made.__dict__.update(state, _compiled=None, _compiled_edits=None)
     made._mount(module, envoys, compile_options)

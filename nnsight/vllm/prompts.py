@@ -46,9 +46,11 @@ def _tokens_of(encoded: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"A prompt with `input_ids` has no {unknown[0]!r}: only `attention_mask` goes with them.")
     ids, mask = (None if encoded.get(name) is None else torch.as_tensor(encoded[name]) for name in ("input_ids", "attention_mask"))
     assert ids is not None
+    if mask is not None and mask.shape != ids.shape:
+        raise ValueError(f"`attention_mask` has shape {tuple(mask.shape)}, and `input_ids` {tuple(ids.shape)}: they belong together.")
     if ids.dim() == 2 and len(ids) == 1:
-        ids, mask = ids[0], None if mask is None else mask.reshape(-1)
-    if mask is not None and mask.shape == ids.shape and ids.dim() == 1:
+        ids, mask = ids[0], None if mask is None else mask[0]
+    if mask is not None and ids.dim() == 1:
         ids = ids[mask.bool()]
     return prompt_of((ids,))
 

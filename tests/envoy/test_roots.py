@@ -193,3 +193,9 @@ def test_a_method_of_the_module_runs_by_its_name() -> None:
         close(result, 2 * out)
     with pytest.raises(AttributeError, match=r"trace\(fn='tripled'\): Net has no method"):
         root.trace(X, fn="tripled")
+
+
+def test_a_copy_of_an_envoy_is_one() -> None:
+    model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    assert type(copy.copy(model[0])) is type(model[0]) is Envoy
+    assert type(copy.copy(model)) is NNsight

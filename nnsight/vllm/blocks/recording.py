@@ -109,7 +109,8 @@ class _Outside:
             fakes = {id(tensor): mode.from_tensor(tensor) for tensor in given}
             before = {key: fake._version for key, fake in fakes.items()}
             try:
-                function(*pytree.tree_map_only(torch.Tensor, lambda tensor: fakes[id(tensor)], args), **kwargs)
+                on_fakes = pytree.tree_map_only(torch.Tensor, lambda tensor: fakes[id(tensor)], (args, kwargs))
+                function(*on_fakes[0], **on_fakes[1])
             except Exception as error:
                 raise refused(f"`{name}` cannot be followed: {error}") from error
         for tensor in given:

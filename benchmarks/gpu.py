@@ -43,7 +43,7 @@ import torch
 import transformers
 
 import nnsight
-from nnsight import NNsight
+from nnsight import LanguageModel, NNsight
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 
@@ -285,36 +285,67 @@ class Bench:
 
     @torch.no_grad()
     def decoding(self) -> None:
-        """Tokens per second, steered at each token."""
+        """Tokens per second: plain, steered at each token, and with one layer saved at each token."""
         layer, vector = self.middle, self.vector
         ids = self.ids[:, :32]
         options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
         static = {**options, "cache_implementation": "static"}
-        hooked, hand, wrapped = self.fresh(), hand_edited(self.fresh(), layer, vector), NNsight(self.fresh(), compile=True)
-        with NNsight(self.fresh()).edit() as edited:
-            edited.model.layers[layer].output[:, -1] += 4.0 * vector
-        baked = edited.bake()
+        plain, hooked, hand = self.fresh(), self.fresh(), hand_edited(self.fresh(), layer, vector)
+        model, graphs = (LanguageModel(self.fresh(), compile=compile) for compile in (True, {"mode": GRAPHS}))
+        edits = []
+        for compile in (True, {"mode": GRAPHS}):
+            with LanguageModel(self.fresh()).edit() as (steps, edited):
+                for _ in steps.iter[:]:
+                    edited.model.layers[layer].output[:, -1] += 4.0 * vector
+            edits.append(edited)
+            edited.compile(**(compile if isinstance(compile, dict) else {}))
+        baked = edits[0].bake()
 
         def hooks() -> Any:
             with steering_hook(hooked, layer, vector):
                 return hooked.generate(ids, **options)
 
-        def trace(compile: bool) -> Any:
-            with wrapped.generate(ids, compile=compile, **options) as tracer:
-                with tracer.iter[:TOKENS]:
-                    wrapped.model.layers[layer].output[:, -1] += 4.0 * vector
+        def trace(model: LanguageModel, **given: Any) -> Any:
+            with model.generate(ids, **given) as tracer:
+                for _ in tracer.iter[:TOKENS]:
+                    model.model.layers[layer].output[:, -1] += 4.0 * vector
                 tokens = tracer.result.save()
             return tokens
 
-        contenders: Contenders = {
-            "hand-edited, transformers compiles, static cache": lambda: hand.generate(ids, **static),
-            "baked, transformers compiles, static cache": lambda: baked.generate(ids, **static),
-            "torch hooks": hooks,
-            "eager trace": lambda: trace(False),
-            "compiled trace": lambda: trace(True),
-        }
+        def save(model: LanguageModel) -> Any:
+            with model.generate(ids, **static) as tracer:
+                kept = nnsight.save([])
+                for _ in tracer.iter[:TOKENS]:
+                    kept.append(model.model.layers[layer].output)
+                tokens = tracer.result.save()
+            assert len(kept) == TOKENS
+            return tokens
+
         first = len(self.rows)
-        self.table(f"decode {TOKENS} tokens, steered", contenders, next(iter(contenders)), max(2, self.rounds // 8), warm=2)
+        self.decode(
+            f"decode {TOKENS} tokens",
+            {
+                "transformers compiles, static cache": lambda: plain.generate(ids, **static),
+                "wrapped, compiled, static cache": lambda: model.generate(ids, **static),
+                "wrapped, CUDA graphs, static cache": lambda: graphs.generate(ids, **static),
+                "one layer saved, static cache": lambda: save(model),
+                "one layer saved, CUDA graphs, static cache": lambda: save(graphs),
+            },
+        )
+        self.decode(
+            f"decode {TOKENS} tokens, steered",
+            {
+                "hand-edited, transformers compiles, static cache": lambda: hand.generate(ids, **static),
+                "baked, transformers compiles, static cache": lambda: baked.generate(ids, **static),
+                "torch hooks": hooks,
+                "eager trace": lambda: trace(model, compile=False, **options),
+                "compiled trace": lambda: trace(model, **options),
+                "compiled trace, static cache": lambda: trace(model, **static),
+                "compiled edit, static cache": lambda: edits[0].generate(ids, **static),
+                "compiled trace, CUDA graphs, static cache": lambda: trace(graphs, **static),
+                "compiled edit, CUDA graphs, static cache": lambda: edits[1].generate(ids, **static),
+            },
+        )
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self.net.parameters())
         limit = self.bandwidth() / (weights - self.net.model.embed_tokens.weight.numel() * 2)
         for row in self.rows[first:]:
@@ -323,6 +354,10 @@ class Bench:
                 row["of_bandwidth_limit"] = row["tokens_per_second"] / limit
                 rate, part = row["tokens_per_second"], row["of_bandwidth_limit"]
                 print(f"  {row['what']:50} {rate:9.1f} tokens/s, {part:.2f} of the limit", flush=True)
+
+    def decode(self, title: str, contenders: Contenders) -> None:
+        """Compare and time generations."""
+        self.table(title, contenders, next(iter(contenders)), max(2, self.rounds // 8), warm=2)
 
     def bandwidth(self) -> float:
         """Return the bytes per second that a copy within the device reads and writes."""

@@ -84,7 +84,7 @@ class Inputs:
         """
         like = self.values[name]
         if type(value) in (int, float) and like.dim() == 0:
-            return torch.tensor(value, dtype=like.dtype)
+            return torch.tensor(value, dtype=like.dtype, device="cpu")
         if isinstance(value, torch.Tensor) and value.dtype == like.dtype and value.dim() == like.dim():
             return value
         given = isinstance(value, torch.Tensor)

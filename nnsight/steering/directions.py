@@ -96,7 +96,7 @@ def _hidden_states(model: NNsight, prompts: list[Any], paths: list[str], positio
 
 def _chosen(hidden: torch.Tensor, mask: torch.Tensor | None, position: int | str) -> torch.Tensor:
     """Return one hidden state of each row, ``[batch, hidden]``; ``mask`` says which positions are no padding."""
-    real = torch.ones(hidden.shape[:2], dtype=torch.long) if mask is None else mask
+    real = torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device) if mask is None else mask
     real = real.to(hidden.device)
     if position == "mean":
         weights = real.to(hidden.dtype)
@@ -120,10 +120,10 @@ def _pca(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 def _probe(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """Return the normal of a logistic regression on standardized channels, with a small penalty that makes it unique."""
     states = torch.cat([ours, theirs]).double()
-    labels = torch.cat([torch.ones(len(ours)), torch.zeros(len(theirs))]).double()
+    labels = torch.cat([torch.ones_like(ours[:, 0]), torch.zeros_like(theirs[:, 0])]).double()
     spread = states.std(0).clamp_min(1e-6)
     inputs = (states - states.mean(0)) / spread
-    weights = torch.zeros(inputs.shape[1] + 1, dtype=torch.float64, requires_grad=True)
+    weights = torch.zeros(inputs.shape[1] + 1, dtype=torch.float64, device=inputs.device, requires_grad=True)
     optimizer = torch.optim.LBFGS([weights], max_iter=100, line_search_fn="strong_wolfe")
 
     def loss() -> torch.Tensor:

@@ -154,7 +154,7 @@ def _controls(vector: SteeringVector, layers: Sequence[int], count: int, seed: i
     """Yield each layer with random directions of the length that the vector has there."""
     generator = torch.Generator().manual_seed(seed)
     for layer in layers:
-        drawn = torch.randn(count, len(vector[layer]), generator=generator)
+        drawn = torch.randn(count, len(vector[layer]), generator=generator, device="cpu")
         drawn *= vector[layer].norm() / drawn.norm(dim=1, keepdim=True)
         yield layer, [SteeringVector({layer: direction}, vector.at) for direction in drawn]
 

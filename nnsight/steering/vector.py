@@ -144,10 +144,10 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         directions = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
         paths = self._paths(model, chosen)
         directions = directions.to(device_of(model, paths[0]))
-        limits = torch.tensor(float(low)), torch.tensor(float(high))
+        limits = torch.tensor(float(low), device="cpu"), torch.tensor(float(high), device="cpu")
         which = slice(None) if positions is None else positions
         if steps is None and not callable(scale):
-            return _edited(model, paths, directions, torch.tensor(float(scale)), mode, limits, match_norm, which)
+            return _edited(model, paths, directions, torch.tensor(float(scale), device="cpu"), mode, limits, match_norm, which)
         with model.edit() as (tracer, steered):
             for step in tracer.iter[slice(None) if steps is None else steps]:
                 for number, path in enumerate(paths):

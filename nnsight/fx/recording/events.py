@@ -190,7 +190,7 @@ class EventRecorder(TorchFunctionMode):
         if isinstance(index, tuple):
             return tuple(self._index(item) for item in index)
         if type(index).__module__ == "numpy" and hasattr(index, "__len__"):
-            return torch.tensor(index)
+            return torch.tensor(index, device="cpu")
         if (
             isinstance(index, torch.Tensor)
             and not isinstance(index, LazyTensor)
@@ -203,7 +203,7 @@ class EventRecorder(TorchFunctionMode):
         return index
 
     def _scalar_tensor(self, argument: float, dtype: torch.dtype) -> torch.Tensor:
-        self.lifted.append(torch.tensor(argument, dtype=dtype))
+        self.lifted.append(torch.tensor(argument, dtype=dtype, device="cpu"))
         return self.lifted[-1]
 
     def _argument(self, argument: Any) -> Any:

@@ -16,6 +16,7 @@ import torch
 
 from ...runtime.interleaver import active_run
 from ...runtime.report import Report
+from ...runtime.switching.modes import replay_state
 from ..counters import counters
 from ..recording.journal import Journal, Listening, journal_of_run
 from ..show import debug
@@ -125,8 +126,9 @@ class KnownRuns:
         self, driver: CompiledDriver, tensors: list[torch.Tensor], arguments: tuple[Any, dict[str, Any]]
     ) -> tuple[Any, dict[str, Any], Report] | None:
         """Call the model with the effects of the program, if they are known; return its output, the saved values, and a report."""
-        known = self._known.get((driver.tree.version, *_metadata(tensors)))
-        if known is None or torch._C._len_torch_function_stack():
+        state = replay_state()
+        known = None if state is None else self._known.get((driver.tree.version, state, *_metadata(tensors)))
+        if known is None:
             return None
         playback = _Straight(known, tensors)
         outer = active_run.set(playback)  # type: ignore[arg-type]
@@ -161,7 +163,7 @@ class KnownRuns:
             return
         if len(self._known) >= _KEPT:
             self._known.clear()
-        known = self._known.setdefault((driver.tree.version, *_metadata(tensors)), _Known())
+        known = self._known.setdefault((driver.tree.version, replay_state(), *_metadata(tensors)), _Known())
         known.effects[graph, binding] = effects
         known.plans.pop((graph, binding), None)
 
@@ -173,6 +175,4 @@ def listening(journal: Journal, function: Callable[[], None]) -> Callable[[], No
 
 def _metadata(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Return what the effects of a program depend on besides the captured graph."""
-    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
-    described = [(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors]
-    return (*modes, torch.get_default_dtype(), *described)
+    return tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors)

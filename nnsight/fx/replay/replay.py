@@ -28,6 +28,7 @@ import torch
 
 from ...runtime.interleaver import active_run
 from ...runtime.report import Report
+from ...runtime.switching.modes import replay_state
 from ...tracing import Scope
 from ...tracing.block import is_bound
 from ...tracing.saving import saves
@@ -109,7 +110,8 @@ class Replays:
         memory = self._memories.get(block)
         if memory is None:
             memory = self._memories[block] = _Memory()
-        if memory.must_run or sys.gettrace() is not None or torch._C._len_torch_function_stack():
+        state = replay_state()
+        if memory.must_run or sys.gettrace() is not None or state is None:
             return None  # a debugger wants to see the block, or a mode its calls
 
         def variable(name: str) -> Any:
@@ -121,9 +123,7 @@ class Replays:
             builtins = module_globals["__builtins__"]
             return (builtins if isinstance(builtins, dict) else builtins.__dict__)[name]
 
-        # What calls of torch depend on besides their arguments.
-        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
-        settings = modules.version, torch.get_default_dtype(), *modes
+        settings = modules.version, *state
         found = memory.found(settings, variable)
         if found is None:  # the proof is about the objects of now, another function may do anything
             try:

@@ -27,9 +27,11 @@ from .explaining import RanPiece
 #: Folders of code that is not the user's, nor the model's.
 LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", PACKAGE_DIRECTORY)
 
+#: Files whose lines only pass a call on: ours, and those of torch's function modes (``torch.set_default_device`` enters one).
+_PASSED_ON = (PACKAGE_DIRECTORY, torch.overrides.__file__, torch.utils._device.__file__)
+
 #: The file name of generated code of dynamo and FX.
 _GENERATED = "<eval_with_key>"
-
 _POSITION = re.compile(r'File "([^"]*)", line (\d+), in .*\n\s*(.*)')
 
 
@@ -89,7 +91,7 @@ def note_position(error: BaseException, spliced: SplicedGraph, filename: str | N
             name = spliced.node_of(linecache.getline(generated, traceback.tb_lineno))
             node = next((node for node in spliced.graph_module.graph.nodes if node.name == name), None)
             positions = _POSITION.findall((node.stack_trace or "") if node is not None else "")
-            found = [position for position in positions if not position[0].startswith(PACKAGE_DIRECTORY)]
+            found = [position for position in positions if not position[0].startswith(_PASSED_ON)]
             if node is not None and found:
                 file, line, code = found[-1]
                 owner = "The block" if node.name in spliced.marks else "The model"

@@ -127,7 +127,7 @@ class SplicedGraph:
 
 def as_argument(number: int | float) -> int | torch.Tensor:
     """Return a number of a program as the spliced graph takes it."""
-    return number if isinstance(number, int) else torch.tensor(number, dtype=torch.float64)
+    return number if isinstance(number, int) else torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
 def appended_to(node: torch.fx.Node) -> torch.fx.Node | None:

@@ -137,7 +137,7 @@ class NamedInputs:
             self._lifted.add(operand)
             if operand.id not in self._made:
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
-                    made = self._made[operand.id] = torch.tensor(value, dtype=dtype)
+                    made = self._made[operand.id] = torch.tensor(value, dtype=dtype, device="cpu")
                 self._tensors[id(made)] = self._labels[operand.id], made
             return self._made[operand.id]
 

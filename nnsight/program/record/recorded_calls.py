@@ -266,7 +266,7 @@ class NodeRecorder(SizeReads):
             like = args[0]
             sizes = Shape(like.shape, functools.partial(self._look, like)).all()
             with _disable_current_modes():  # here and now
-                drawn = torch.empty(sizes, dtype=like.dtype)
+                drawn = torch.empty(sizes, dtype=like.dtype, device="cpu")
                 return function(drawn, *args[1:], **{"dtype": like.dtype, **kwargs, "device": "cpu"})
         if function is _ATTENTION and (kwargs.get("dropout_p") or any(args[4:5])):
             raise refused("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on what it returns.")
@@ -340,7 +340,7 @@ class NodeRecorder(SizeReads):
             if any(isinstance(item, torch.Tensor) for item in index):
                 return index
             with _disable_current_modes():
-                index = torch.tensor(index)
+                index = torch.tensor(index, device="cpu")
         own = isinstance(index, torch.Tensor) and not isinstance(index, FakeTensor)
         if own and index.dim() == 0 and index.dtype in _INTEGERS:
             with _disable_current_modes():

@@ -65,7 +65,7 @@ class Tokens(Streamer):
     """
 
     def __init__(self, ends: list[int]) -> None:
-        self._ends = torch.tensor(ends, dtype=torch.int64)
+        self._ends = torch.tensor(ends, dtype=torch.int64, device="cpu")
         self.made = 0
         self.length: torch.Tensor | None = None
 
@@ -73,7 +73,7 @@ class Tokens(Streamer):
         """Offer ids; the first are those of the prompts."""
         super().put(value)
         if self.length is None:
-            self.length = torch.zeros(len(value), dtype=torch.int64)
+            self.length = torch.zeros(len(value), dtype=torch.int64, device="cpu")
             return
         self.made += 1
         ended = torch.isin(value.cpu(), self._ends) & (self.length == 0)

@@ -26,6 +26,14 @@ from torch._C._autograd import (
     _push_saved_tensors_default_hooks,
     _top_saved_tensors_default_hooks,
 )
+from torch.utils._device import DeviceContext
+
+
+def default_devices() -> tuple[torch.device, ...] | None:
+    """Return the devices of ``torch.device`` contexts and ``torch.set_default_device``; ``None`` if another function mode is on."""
+    count = _len_torch_function_stack()
+    modes = [_get_function_stack_at(index) for index in range(count)] if count else []
+    return tuple(mode.device for mode in modes) if all(type(mode) is DeviceContext for mode in modes) else None
 
 
 class ModeStacks(NamedTuple):

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .mode_stacks import default_devices
+
 #: Device, whether autocast is on for it, and the dtype that it then has.
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
@@ -46,6 +48,15 @@ def process_state() -> tuple[Any, ...]:
         torch.get_num_threads(),
         torch.get_float32_matmul_precision(),
     )
+
+
+def replay_state() -> tuple[Any, ...] | None:
+    """Return what calls of torch depend on besides arguments and graph; ``None`` where a mode sees the calls."""
+    devices = default_devices()
+    if devices is None:
+        return None
+    modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled()
+    return (torch.get_default_dtype(), devices, *modes)
 
 
 def _autocast_now() -> tuple[Any, ...]:

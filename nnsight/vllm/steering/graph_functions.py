@@ -115,7 +115,7 @@ registered = _known.__getitem__
 
 
 def _sample(hidden: int) -> torch.Tensor:
-    return torch.randn(_TRACED, hidden, generator=torch.Generator().manual_seed(0))
+    return torch.randn(_TRACED, hidden, generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 def _defaults_of(name: str, function: Any, place: str) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import types
@@ -337,6 +338,32 @@ def test_the_models_own_tensors_as_outside_ones(model: Any) -> None:
                 out = model.output.save()
             runs.append(out)
         same(runs[0], runs[1])
+
+
+def test_traces_are_replayed_for_a_default_device(model: Any) -> None:
+    """``torch.device`` contexts, which ``torch.set_default_device`` enters too, are settings: another is another run."""
+
+    given = x()
+
+    def made(device: Any) -> torch.device:
+        with contextlib.nullcontext() if device is None else torch.device(device), model.trace(given):
+            model.layers[1].output[0][:] += 1.0
+            out = model.output.save()
+            used = torch.full((4,), 0.1).device.save()
+        same(out, expected)
+        return used
+
+    with model.trace(given, compile=False):
+        model.layers[1].output[0][:] += 1.0
+        expected = model.output.save()
+    devices = [None, "cpu", "meta"]
+    assert [made(device).type for device in devices] == ["cpu", "cpu", "meta"]
+    fx.counters.reset()
+    assert [made(device).type for device in devices] == ["cpu", "cpu", "meta"]
+    assert (fx.counters.replays, fx.counters.recordings) == (3, 0)
+    with torch.overrides.BaseTorchFunctionMode():  # may do anything with the calls
+        assert made(None).type == "cpu"
+    assert fx.counters.replays == 3
 
 
 @pytest.mark.parametrize("setting", ["grad mode", "swapped module", "default dtype", "train"])

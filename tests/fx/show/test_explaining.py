@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bdb
+import contextlib
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -353,9 +354,10 @@ def test_so_does_one_in_a_graph_that_runs_from_a_file(tmp_path: Path) -> None:
     assert f"{__file__}:{line_of(picked, 'part = model')}" in caught.value.__notes__[0]
 
 
-def test_an_error_in_the_model_names_the_line_of_the_model_and_one_behind_a_cut_has_no_other_cause() -> None:
+@pytest.mark.parametrize("mode", [contextlib.nullcontext(), torch.device("cpu")])
+def test_an_error_in_the_model_names_the_line_of_the_model_and_one_behind_a_cut_has_no_other_cause(mode: Any) -> None:
     model = make()
-    with pytest.raises(IndexError) as caught, model.trace(X, torch.tensor(7)):
+    with mode, pytest.raises(IndexError) as caught, model.trace(X, torch.tensor(7)):
         model.first.output.mul_(2)
         model.output.save()
     (note,) = caught.value.__notes__

@@ -6,12 +6,14 @@ transformers makes are locations, too.
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..runtime.interleaver import active_interleaver
 from ..runtime.tracer import Arguments
+from .static_caches import static_cache
 
 if TYPE_CHECKING:
     from .transformers.model import TransformersModel
@@ -34,6 +36,31 @@ def _configured(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**found, "num_beams": found["num_beams"] or 1}
 
 
+def _with_static_cache(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a generation with the static cache that they ask for, made before the model runs (:mod:`.static_caches`)."""
+    config = _configured(module, kwargs)
+    others = ("past_key_values", "cache", "generation_config", "assistant_model", "prefill_chunk_size", "custom_generate")
+    ids = kwargs.get("input_ids")
+    if (
+        kwargs.get("cache_implementation") != "static"
+        or any(kwargs.get(name) is not None for name in others)
+        or kwargs.get("use_cache") is False
+        or config["num_beams"] != 1
+        or getattr(module.config, "is_encoder_decoder", False)
+        or ids is None
+    ):
+        return kwargs
+    tokens = config["max_new_tokens"] or max((config["max_length"] or _LENGTH) - ids.shape[1], 1)
+    # As transformers does, as long as the longest before: another length is another graph.
+    positions = max(ids.shape[1] + tokens - 1, getattr(module, "_previous_max_cache_length", 0))
+    cache = static_cache(module, ids.shape[0] * (config["num_return_sequences"] or 1), positions)
+    if cache is None:
+        return kwargs
+    module._previous_max_cache_length = positions
+    name = "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+    return {**{key: value for key, value in kwargs.items() if key != "cache_implementation"}, name: cache}
+
+
 class Generation:
     """Calls ``generate`` of a model in a trace of a generation, and prepares its input."""
 
@@ -54,6 +81,7 @@ class Generation:
         if is_routed and hasattr(getattr(module, "generation_config", None), "disable_compile"):
             # With a static cache transformers would compile the model itself: past the blocks, and past what compiles it here.
             kwargs.setdefault("disable_compile", True)
+            kwargs = _with_static_cache(module, kwargs)
         if run is not None and "streamer" not in kwargs and _configured(module, kwargs)["num_beams"] == 1:
             kwargs["streamer"] = Streamer()
         output = module.generate(*args, **kwargs)

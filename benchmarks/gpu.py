@@ -7,8 +7,8 @@ The weights are random and of bfloat16; nothing is loaded. Measured for each sha
   three and the model edited by hand also with CUDA graphs (``mode="reduce-overhead"``);
 * the same pass with the output of one layer saved, and of all;
 * attribution patching over the outputs of all MLPs, batch 8 x 64: a compiled trace against torch hooks;
-* decoding of 64 tokens, steered at each: tokens per second, against those that the bandwidth of the memory allows. That is the bytes
-  of the weights over the bytes per second of a copy, which is measured too;
+* decoding of 64 tokens, without an edit, with one layer saved at each, and steered at each: tokens per second, against those that the
+  bandwidth of the memory allows. That is the bytes of the weights over the bytes per second of a copy, which is measured too;
 * the seconds until the first result of a steered trace, on a model that was never compiled and on one that was.
 
 Each contender's result is compared with that of the first one before it is timed, and one that fails is in the table with its error. Tokens
@@ -285,21 +285,42 @@ class Bench:
 
     @torch.no_grad()
     def decoding(self) -> None:
-        """Tokens per second: plain, steered at each token, and with one layer saved at each token."""
-        layer, vector = self.middle, self.vector
-        ids = self.ids[:, :32]
-        options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
-        static = {**options, "cache_implementation": "static"}
-        plain, hooked, hand = self.fresh(), self.fresh(), hand_edited(self.fresh(), layer, vector)
+        """Tokens per second, without an edit, and with one layer saved at each token."""
+        ids, layer, (_, static) = self.ids[:, :32], self.middle, self.decoding_options()
+        plain = self.fresh()
         model, graphs = (LanguageModel(self.fresh(), compile=compile) for compile in (True, {"mode": GRAPHS}))
-        edits = []
-        for compile in (True, {"mode": GRAPHS}):
-            with LanguageModel(self.fresh()).edit() as (steps, edited):
-                for _ in steps.iter[:]:
-                    edited.model.layers[layer].output[:, -1] += 4.0 * vector
-            edits.append(edited)
-            edited.compile(**(compile if isinstance(compile, dict) else {}))
-        baked = edits[0].bake()
+
+        def save(model: LanguageModel) -> Any:
+            with model.generate(ids, **static) as tracer:
+                kept = nnsight.save([])
+                for _ in tracer.iter[:TOKENS]:
+                    kept.append(model.model.layers[layer].output)
+                tokens = tracer.result.save()
+            assert len(kept) == TOKENS
+            return tokens
+
+        self.decode(
+            f"decode {TOKENS} tokens",
+            {
+                "transformers compiles, static cache": lambda: plain.generate(ids, **static),
+                "wrapped, compiled, static cache": lambda: model.generate(ids, **static),
+                "wrapped, CUDA graphs, static cache": lambda: graphs.generate(ids, **static),
+                "one layer saved, static cache": lambda: save(model),
+                "one layer saved, CUDA graphs, static cache": lambda: save(graphs),
+            },
+        )
+
+    @torch.no_grad()
+    def steered_decoding(self) -> None:
+        """Tokens per second, steered at each token."""
+        ids, layer, vector, (options, static) = self.ids[:, :32], self.middle, self.vector, self.decoding_options()
+        hooked, hand = self.fresh(), hand_edited(self.fresh(), layer, vector)
+        model, graphs = (LanguageModel(self.fresh(), compile=compile) for compile in (True, {"mode": GRAPHS}))
+        with LanguageModel(self.fresh()).edit() as (steps, edited):
+            for _ in steps.iter[:]:
+                edited.model.layers[layer].output[:, -1] += 4.0 * vector
+        baked = edited.bake()
+        edited.compile(mode=GRAPHS)
 
         def hooks() -> Any:
             with steering_hook(hooked, layer, vector):
@@ -312,26 +333,6 @@ class Bench:
                 tokens = tracer.result.save()
             return tokens
 
-        def save(model: LanguageModel) -> Any:
-            with model.generate(ids, **static) as tracer:
-                kept = nnsight.save([])
-                for _ in tracer.iter[:TOKENS]:
-                    kept.append(model.model.layers[layer].output)
-                tokens = tracer.result.save()
-            assert len(kept) == TOKENS
-            return tokens
-
-        first = len(self.rows)
-        self.decode(
-            f"decode {TOKENS} tokens",
-            {
-                "transformers compiles, static cache": lambda: plain.generate(ids, **static),
-                "wrapped, compiled, static cache": lambda: model.generate(ids, **static),
-                "wrapped, CUDA graphs, static cache": lambda: graphs.generate(ids, **static),
-                "one layer saved, static cache": lambda: save(model),
-                "one layer saved, CUDA graphs, static cache": lambda: save(graphs),
-            },
-        )
         self.decode(
             f"decode {TOKENS} tokens, steered",
             {
@@ -339,13 +340,21 @@ class Bench:
                 "baked, transformers compiles, static cache": lambda: baked.generate(ids, **static),
                 "torch hooks": hooks,
                 "eager trace": lambda: trace(model, compile=False, **options),
-                "compiled trace": lambda: trace(model, **options),
                 "compiled trace, static cache": lambda: trace(model, **static),
-                "compiled edit, static cache": lambda: edits[0].generate(ids, **static),
                 "compiled trace, CUDA graphs, static cache": lambda: trace(graphs, **static),
-                "compiled edit, CUDA graphs, static cache": lambda: edits[1].generate(ids, **static),
+                "compiled edit, CUDA graphs, static cache": lambda: edited.generate(ids, **static),
             },
         )
+
+    def decoding_options(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return options of ``generate`` for a growing cache and for a static one."""
+        options = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
+        return options, {**options, "cache_implementation": "static"}
+
+    def decode(self, title: str, contenders: Contenders) -> None:
+        """Compare and time generations; print tokens per second."""
+        first = len(self.rows)
+        self.table(title, contenders, next(iter(contenders)), max(2, self.rounds // 8), warm=2)
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self.net.parameters())
         limit = self.bandwidth() / (weights - self.net.model.embed_tokens.weight.numel() * 2)
         for row in self.rows[first:]:
@@ -354,10 +363,6 @@ class Bench:
                 row["of_bandwidth_limit"] = row["tokens_per_second"] / limit
                 rate, part = row["tokens_per_second"], row["of_bandwidth_limit"]
                 print(f"  {row['what']:50} {rate:9.1f} tokens/s, {part:.2f} of the limit", flush=True)
-
-    def decode(self, title: str, contenders: Contenders) -> None:
-        """Compare and time generations."""
-        self.table(title, contenders, next(iter(contenders)), max(2, self.rounds // 8), warm=2)
 
     def bandwidth(self) -> float:
         """Return the bytes per second that a copy within the device reads and writes."""
@@ -492,7 +497,7 @@ def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", default="1B,8B", help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--tables", default="steering,capture,attribution,decoding,first_result")
+    parser.add_argument("--tables", default="steering,capture,attribution,decoding,steered_decoding,first_result")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -52,6 +52,15 @@ class _Inductor(torch._TorchCompileInductorWrapper):
         return _lower(model_, inputs_, self.config)
 
 
+def makes_cuda_graphs(backend: BackendCallable) -> bool:
+    """Whether code for a GPU that ``backend`` makes is recorded and replayed as a CUDA graph."""
+    if not isinstance(backend, _Inductor):
+        return False
+    from torch._inductor import config
+
+    return bool(backend.config.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
 def without_fusion(backend: BackendCallable) -> BackendCallable:
     """Return ``backend`` with each operation in a kernel of its own if it is Inductor, for a graph that edits memory its inputs share.
 

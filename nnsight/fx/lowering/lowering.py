@@ -22,6 +22,7 @@ the wrappers, because Inductor names its ranges there.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,11 +35,52 @@ from .. import progress
 from ..counters import counters
 from ..effects import Kind, Memory, edited, kind_of
 from ..torch_compat import TracingContext, cache_counts, generated_code_in, lowering, tracing
-from .backends import BackendCallable, without_fusion
+from .backends import BackendCallable, makes_cuda_graphs, without_fusion
 from .symbols import Symbols
 
 #: Takes its inputs in a list.
 Boxed = Callable[[list[Any]], Sequence[Any]]
+
+
+class InOwnMemory:
+    """A lowered graph whose results are copied: a CUDA graph writes its results to the same memory at each call.
+
+    Torch keeps such results by recording another graph for the next call as long as they are there: one for each value that a user keeps.
+    Results that share memory with an input, or with each other, stay what they are.
+
+    Args:
+        function: A backend's result, which takes the inputs one by one.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self._positions: list[int] | None = None
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        return self.copied(self.function(*inputs), inputs)
+
+    def copied(self, results: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:
+        """Return the results in memory of their own; the ``inputs`` are looked at in the first call."""
+        made = list(results)
+        if self._positions is None:
+            storages = Counter(_storages(made))
+            taken = {*_storages(inputs)}
+            self._positions = [
+                position
+                for position, result in enumerate(made)
+                if isinstance(result, torch.Tensor) and (own := _storage(result)) not in taken and storages[own] == 1
+            ]
+        for position in self._positions:
+            made[position] = made[position].clone()
+        return made
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _storages(values: Sequence[Any]) -> list[int]:
+    return [_storage(value) for value in values if isinstance(value, torch.Tensor)]
 
 
 class Direct:
@@ -53,7 +95,9 @@ class Direct:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._generated = generated_code_in(function)
+        self._copies = function if isinstance(function, InOwnMemory) else None
+        self._inner = function if self._copies is None else self._copies.function
+        self._generated = generated_code_in(self._inner)
         self._lock = threading.Lock()
         self.call: Boxed | None = self.whole if self._generated is None else None
 
@@ -84,7 +128,7 @@ class Direct:
         given, before = list(inputs), (thread_state(), _versions(inputs))
         holder.current_callable = watch
         try:
-            results = self.whole(inputs)
+            results: Sequence[Any] = self._inner(*inputs)
         finally:
             holder.current_callable = generated
         changes_nothing = (
@@ -95,8 +139,12 @@ class Direct:
             and (thread_state(), _versions(given)) == before
             and not any(isinstance(result, torch.Tensor) and vars(result) for result in results)
         )
-        self.call = generated if changes_nothing else self.whole
-        return results
+        copies = self._copies
+        if copies is None:
+            self.call = generated if changes_nothing else self.whole
+            return results
+        self.call = (lambda handed: copies.copied(generated(handed))) if changes_nothing else self.whole
+        return copies.copied(results, given)
 
 
 def _are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
@@ -237,7 +285,8 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     compiles = 0 if hits and not misses else 1
     counters.add("compiles" if compiles else "loads")
     node_by_node = isinstance(getattr(lowered, "__self__", lowered), torch.fx.GraphModule)
-    function = _with_inputs_returned(lowered, given) if given else lowered
+    function = InOwnMemory(lowered) if makes_cuda_graphs(backend) else lowered
+    function = _with_inputs_returned(function, given) if given else function
     return Lowered(function, symbols.conditions(), symbols.symbols, compiles, prepared.placement, node_by_node=node_by_node)
 
 

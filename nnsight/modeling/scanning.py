@@ -85,7 +85,7 @@ class ScanningDriver:
             with _FakeCopies(mode, device):
                 args, kwargs = pytree.tree_map(_copied, (args, kwargs))
             _observe(interleaver, by_path, seen)
-            guesses = _GuessesOfModel()
+            guesses = GuessesOfModel()
             try:
                 with guesses, modules.intercept(by_path):
                     return self._call(copies[modules.root], args, kwargs)
@@ -140,7 +140,7 @@ def _observe(interleaver: Interleaver, paths: Mapping[str, Any], seen: dict[str,
     interleaver.current = outer
 
 
-class _GuessesOfModel(Guesses):
+class GuessesOfModel(Guesses):
     """Answers where the model, and not a block, asks fakes for values."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

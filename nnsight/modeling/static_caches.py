@@ -1,8 +1,8 @@
-"""Caches of a fixed size for generations, laid out before the model runs.
+"""Caches of a fixed size for generations, made before the model runs.
 
-A static cache of transformers makes its tensors when a layer first writes to it. In a compiled model that is inside of a graph, so the tensors
-are results of the first graph and unknown inputs of those that follow: a CUDA graph would copy them at each step, and Inductor makes none. Made
-before, they are inputs with one address for the whole generation.
+A static cache of transformers makes its tensors when a layer first writes to it. In a compiled model that is inside of a graph. Then
+they are results of the first graph, and unknown inputs of those that follow: there is no CUDA graph of code that edits such inputs. Tensors
+that are there before are inputs with one address for the whole generation.
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ import torch
 from ..runtime.interleaver import Interleaver
 from ..runtime.rows.fakes import fake_modules, same_generators
 from ..runtime.switching.modes import autocast_of_thread
-from .scanning import fake_mode
+from .scanning import GuessesOfModel, fake_mode
 
 logger = logging.getLogger("nnsight.modeling")
 
 
-class _LayerShape(NamedTuple):
-    """What one token writes to one layer of a cache: heads and their size, for keys and values, and dtype and device of these."""
+class _Part(NamedTuple):
+    """What one token writes to the keys, or the values, of one layer of a cache."""
 
-    keys: tuple[int, int]
-    values: tuple[int, int]
+    heads: int
+    size: int
     dtype: torch.dtype
     device: torch.device
 
+    def of_no_token(self, rows: int) -> torch.Tensor:
+        """Return what no token at all would write."""
+        return torch.zeros((rows, self.heads, 0, self.size), dtype=self.dtype, device=self.device)
+
 
 #: For each model, what its cache depended on when a layout was found, and the layout; ``None`` for one whose cache is made otherwise.
-_known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Sequence[_LayerShape] | None]] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Sequence[tuple[_Part, _Part]] | None]] = weakref.WeakKeyDictionary()
 
 
 def static_cache(module: Any, rows: int, positions: int) -> Any:
@@ -45,44 +49,41 @@ def static_cache(module: Any, rows: int, positions: int) -> Any:
     """
     from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
+    from ..fx.torch_compat import mark_static_address
+
     state = module.dtype, module.device, autocast_of_thread()
-    known, shapes = _known.get(module, (None, None))
+    known, layout = _known.get(module, (None, None))
     if known != state:
-        shapes = _layers_of(module)
-        _known[module] = state, shapes
+        layout = _layers_of(module)
+        _known[module] = state, layout
     cache = StaticCache(config=module.config.get_text_config(decoder=True), max_cache_len=positions)
     kinds = {type(layer) for layer in cache.layers}
-    if shapes is None or len(cache.layers) != len(shapes) or not kinds <= {StaticLayer, StaticSlidingWindowLayer}:
+    if layout is None or len(cache.layers) != len(layout) or not kinds <= {StaticLayer, StaticSlidingWindowLayer}:
         return None
-    for layer, shape in zip(cache.layers, shapes, strict=True):
-        keys, values = (
-            torch.zeros((rows, heads, 0, size), dtype=shape.dtype, device=shape.device) for heads, size in (shape.keys, shape.values)
-        )
-        layer.lazy_initialization(keys, values)
+    for layer, (keys, values) in zip(cache.layers, layout, strict=True):
+        layer.lazy_initialization(keys.of_no_token(rows), values.of_no_token(rows))
         for value in vars(layer).values():
             if isinstance(value, torch.Tensor):
-                torch._dynamo.mark_static_address(value, guard=False)  # type: ignore[attr-defined] # the next cache has other tensors
+                mark_static_address(value, guard=False)  # the next cache has other tensors
     return cache
 
 
-def _layers_of(module: Any) -> Sequence[_LayerShape] | None:
+def _layers_of(module: Any) -> Sequence[tuple[_Part, _Part]] | None:
     """Return what the layers of a cache hold, of a call of fakes with one token."""
     from transformers import DynamicCache
 
     device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     mode = fake_mode()
     try:
-        with torch.no_grad(), same_generators(), mode, Interleaver([]):
+        with torch.no_grad(), same_generators(), mode, Interleaver([]), GuessesOfModel():
             copy = fake_modules(module, mode, device)[module]
             output = copy(torch.zeros((1, 1), dtype=torch.int64, device=device), use_cache=True)
         cache = next(value for value in output.values() if isinstance(value, DynamicCache))
-        return [
-            _LayerShape(_heads(layer.keys), _heads(layer.values), layer.keys.dtype, layer.keys.device) for layer in cache.layers
-        ]
+        return [(_part(layer.keys), _part(layer.values)) for layer in cache.layers]
     except Exception as error:  # of a model that keeps no keys and values, or more
         logger.debug("%s makes its static cache while it runs: %s: %s", type(module).__name__, type(error).__name__, error)
         return None
 
 
-def _heads(tensor: torch.Tensor) -> tuple[int, int]:
-    return tensor.shape[1], tensor.shape[3]
+def _part(tensor: torch.Tensor) -> _Part:
+    return _Part(tensor.shape[1], tensor.shape[3], tensor.dtype, tensor.device)

@@ -36,7 +36,7 @@ from ..counters import counters
 from ..effects import Kind, Memory, edited, kind_of
 from ..torch_compat import TracingContext, cache_counts, generated_code_in, lowering, tracing
 from .backends import BackendCallable, makes_cuda_graphs, without_fusion
-from .symbols import Symbols
+from .symbols import Symbols, copied
 
 #: Takes its inputs in a list.
 Boxed = Callable[[list[Any]], Sequence[Any]]
@@ -71,7 +71,8 @@ class InOwnMemory:
                 if isinstance(result, torch.Tensor) and (own := _storage(result)) not in taken and storages[own] == 1
             ]
         for position in self._positions:
-            made[position] = made[position].clone()
+            result = made[position]
+            made[position] = copied(result, result.stride()) if 0 in result.stride() else result.clone()
         return made
 
 

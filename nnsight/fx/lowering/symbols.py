@@ -62,7 +62,17 @@ def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
     """Return ``tensor``, or a copy of it that has these strides; gradients flow through the copy."""
     if tensor.stride() == strides or are_equal(tensor.shape, tensor.stride(), strides):
         return tensor
-    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return copied(tensor, strides)
+
+
+def copied(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return a copy with these strides. Along a dimension of stride 0 there is one element, and gradients are those of a copy of all."""
+    shape = tensor.shape
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    made = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return made if made.shape == shape else made.expand(shape)
 
 
 def now(number: int | torch.SymInt) -> int:

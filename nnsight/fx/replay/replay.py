@@ -24,8 +24,6 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from ...runtime.interleaver import active_run
 from ...runtime.report import Report
 from ...runtime.switching.modes import replay_state

@@ -1,0 +1,80 @@
+"""Static caches of generations are made before the model runs, of all families that write keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch._functorch import config as functorch_config
+from torch._inductor import compile_fx
+
+from nnsight import LanguageModel, fx
+from nnsight.modeling.static_caches import static_cache
+
+from ..zoo.models import specimens
+
+STATIC = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "cache_implementation": "static"}
+FAMILIES = dict.fromkeys(("gpt2", "llama", "gemma3", "mixtral", "deepseek-v3", "falcon"), True) | {"jamba": False, "mamba": False}
+
+
+def ids(rows: int, length: int) -> torch.Tensor:
+    return torch.randint(4, 60, (rows, length), generator=torch.Generator().manual_seed(10 * rows + length))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generations_are_those_of_transformers(family: str) -> None:
+    net: Any = specimens()[family].build()
+    model = LanguageModel(net)
+    assert (static_cache(net, 1, 8) is not None) == FAMILIES[family]
+    for rows, length in ((1, 5), (2, 9), (1, 14)):  # 14 is longer than the windows that gemma3 looks at
+        given = ids(rows, length)
+        expected = net.generate(given, attention_mask=torch.ones_like(given), **STATIC)
+        with model.generate(given, **STATIC) as tracer:
+            found = tracer.result.save()
+        assert torch.equal(found, expected)
+
+
+@torch.no_grad()
+def test_a_cache_has_the_dtype_of_the_model_and_of_autocast() -> None:
+    net: Any = specimens()["llama"].build()
+    model = LanguageModel(net)
+
+    def dtypes() -> set[torch.dtype]:
+        with model.generate(ids(1, 5), **STATIC, return_dict_in_generate=True) as tracer:
+            made = tracer.result.save()
+        cache = made.get("cache", made.get("past_key_values"))
+        return {layer.values.dtype for layer in cache.layers}
+
+    assert dtypes() == {torch.float32}
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dtypes() == {torch.bfloat16}
+    net.to(torch.float64)
+    assert dtypes() == {torch.float64}
+
+
+@torch.no_grad()
+def test_a_compiled_step_knows_the_addresses_of_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph copies all other inputs at each step, and there is none if it edits one of them."""
+    lowered: list[tuple[int, int]] = []
+    lower = compile_fx.compile_fx_inner
+
+    def counted(graph: Any, inputs: Any, **settings: Any) -> Any:
+        lowered.append((len(inputs), len(settings.get("static_input_idxs", ()))))
+        return lower(graph, inputs, **settings)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", counted)
+    net: Any = specimens()["llama"].build()
+    model = LanguageModel(net, compile={"mode": "reduce-overhead"})
+    with functorch_config.patch(enable_autograd_cache=False):
+        for _ in range(2):
+            fx.counters.reset()
+            with model.generate(ids(1, 5), **STATIC) as tracer:
+                for _ in tracer.iter[:6]:
+                    model.model.layers[0].output[:, -1] += 1.0
+                tracer.result.save()
+    assert fx.counters.captures == fx.counters.compiles == 0
+    tensors = len([*net.parameters(), *net.buffers()])
+    (inputs, static), *others = lowered[-1:]
+    assert static >= tensors + 3 * len(net.model.layers) - 2, (lowered, tensors)  # keys, values and length of each layer

@@ -23,7 +23,7 @@ from ..compat import Interleaver
 from ..late_binding import late, load
 from ..runtime.interleaver import active_interleaver
 from ..runtime.modules.eproperty import described
-from ..runtime.modules.interception import is_compiling
+from ..runtime.modules.interception import call_alone, is_compiling
 from ..runtime.modules.located import Located
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.uncompiled import uncompiled
@@ -162,8 +162,8 @@ class Envoy(Located):
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
         """Call the module.
 
-        Inside a block the module is applied to the block's own values, outside its normal place in the forward pass:
-        no location is passed and no hook of the module runs.
+        Inside a block the module is applied to the block's own values, outside its normal place in the forward pass: its torch
+        hooks run, and no location is passed.
 
         With ``hook`` the locations of the module, and of those below it, are passed all the same, so that other invokes can read
         and edit them: for modules that are not part of the forward pass, such as an autoencoder added to the model.
@@ -178,13 +178,13 @@ class Envoy(Located):
         if run.recorder is not None:
             return run.recorder.apply(self._path, self._module, args, kwargs, hook)
         if not hook:
-            return self._module.forward(*args, **kwargs)
+            return call_alone(self._module, args, kwargs)
         args, kwargs = run.handle(f"{self._path}.input", (args, kwargs))
         skipped = () if is_compiling() else run.take_skip(f"{self._path}.input")
         if not skipped:
             run.lend_turn()
             try:
-                output = self._module.forward(*args, **kwargs)
+                output = call_alone(self._module, args, kwargs)
             finally:
                 run.take_turn_back()
         return run.handle(f"{self._path}.output", skipped[0] if skipped else output)

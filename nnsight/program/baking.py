@@ -67,6 +67,7 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
     state: dict[str, Any] = {}
     try:
         found = list(segments(job))
+        check_applied(module, job)
     except InvalidProgramError as error:
         raise InvalidProgramError(f"These edits cannot be baked: {error}") from error
     _give_own_class(baked)
@@ -75,6 +76,19 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
         hook(baked, state, segment, compiled_segment(job, segment, names))
     baked.register_forward_hook(lambda *_: state.clear())
     return baked
+
+
+def check_applied(module: torch.nn.Module, job: Job) -> None:
+    """Check that the modules which a program applies have no hooks: those of a copy of ``module`` are the program itself.
+
+    Raises:
+        InvalidProgramError: If one has.
+    """
+    for node in job.nodes:
+        if node["do"] == "apply":
+            applied = module.get_submodule(node["module"].partition(".")[2])
+            if applied._forward_hooks or applied._forward_pre_hooks:
+                raise InvalidProgramError(f"line {node.get('line', '?')} calls `{node['module']}`, which has hooks of its own. Remove them.")
 
 
 def _free_name(module: torch.nn.Module, first: str) -> str:

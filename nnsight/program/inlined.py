@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .baking import compiled_saves, compiled_segment, hook, segments
+from .baking import check_applied, compiled_saves, compiled_segment, hook, segments
 from .format.errors import ExecutionFailedError, InvalidProgramError
 from .format.payload import Job
 
@@ -47,6 +47,7 @@ class InlinedProgram:
         run, blocks = job.runs[0], {node["block"] for node in job.nodes}
         if run["call"] != "trace" or len(blocks) > 1 or run["blocks"] > 2:  # the block of the trace, and that of an invoke in it
             raise InvalidProgramError("Programs of generations and of several invokes cannot be hooks.")
+        check_applied(module, job)
         self._state: dict[str, Any] = {}
         self._copies: list[_Copy] = []
         parts = list(segments(job))

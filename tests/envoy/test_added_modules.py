@@ -83,6 +83,32 @@ def test_a_plain_call_passes_no_location(model: Rows, compile: bool) -> None:
 
 
 @both
+@pytest.mark.parametrize("hook", [False, True], ids=["alone", "hooked"])
+def test_the_hooks_of_a_module_run_when_a_block_calls_it(model: Rows, compile: bool, hook: bool) -> None:
+    module = model._module
+    seen: list[str] = []
+
+    def shifted(called: Any, args: Any) -> Any:
+        seen.append("before")
+        return (args[0] + 1.0,)
+
+    def doubled(called: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append("behind")
+        return 2.0 * output
+
+    module.sae.register_forward_pre_hook(shifted)
+    module.sae.decoder.register_forward_hook(doubled)
+    expected = 2.0 * module.sae.decoder.forward(torch.relu(module.sae.encoder(module.first(X) + 1.0)))
+    for _ in range(3):
+        seen.clear()
+        with model.trace(X, compile=compile):
+            rebuilt = model.sae(model.first.output, hook=hook).save()
+            out = model.output.save()
+        assert torch.equal(rebuilt, expected) and torch.equal(out, module(X))
+        assert seen == ["before", "behind"]
+
+
+@both
 def test_a_hooked_call_is_read_by_a_later_invoke(model: Rows, compile: bool) -> None:
     with model.trace(compile=compile) as tracer:
         with tracer.invoke(X):

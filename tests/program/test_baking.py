@@ -228,3 +228,23 @@ def test_what_cannot_be_baked_is_refused(kind: str) -> None:
             model[1].output[:] = 0.0
     with pytest.raises(error, match=message):
         edited.bake(*([] if kind == "no example" else [x]))
+
+
+def test_hooks_of_an_applied_module() -> None:
+    """A program runs them; a baked copy has hooks of its own, so it would run both."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    x = torch.randn(2, 4)
+    model = NNsight(net)
+    with model.edit() as edited:
+        edited[1].output[:] = edited[2](edited[0].output)
+    hook = net[2].register_forward_hook(lambda module, args, output: 3.0 * output)
+    expected = net[2](net[2](net[0](x)))
+    assert torch.equal(edited(x), expected)
+    with model.trace(x, program=True) as tracer:
+        model[1].output[:] = model[2](model[0].output)
+        out = model.output.save()  # noqa: F841 - a saved name is part of the program
+    assert torch.equal(tracer.program.bind(model)(x)["out"], expected)
+    with pytest.raises(InvalidProgramError, match=r"calls `model\.2`, which has hooks of its own"):
+        edited.bake(x)
+    hook.remove()
+    torch.testing.assert_close(edited.bake(x)(x), edited(x))

@@ -201,10 +201,10 @@ class Calls(Expressions):
     # -- functions and modules of the user's -------------------------------------------------------------------------
 
     def _call_envoy(self, envoy: Envoy, given: list[Any], named: dict[str, Any], node: Any) -> Any:
-        """Follow an envoy that is called as a function: that is the ``forward`` of its module, without its hooks."""
+        """Follow an envoy that is called as a function: that is the ``forward`` of its module, which has no hooks then."""
         if envoy._tree is not self.findings.modules or type(envoy).__call__ is not Envoy.__call__ or "hook" in named:
             return self.fail(node)
-        return self._forward(Outside(GuardPath(weakref.ref(envoy._module)), envoy._module), given, named, node)
+        return self.call(Outside(GuardPath(weakref.ref(envoy._module)), envoy._module), given, named, node)
 
     def _forward(self, module: Outside, given: list[Any], named: dict[str, Any], node: Any) -> Any:
         step = GuardStep("class", "forward")

@@ -26,6 +26,7 @@ from ...modeling.generation import Streamer
 from ...modeling.scanning import fake_mode
 from ...runtime.carriers import is_carrier
 from ...runtime.interleaver import Interleaver
+from ...runtime.modules.interception import call_alone
 from ...runtime.modules.tree import ModuleTree
 from ...runtime.rows.fakes import fake_modules
 from ..counts import counts
@@ -109,7 +110,7 @@ class FakeModel:
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = self.versions() + sum(tensor._version for tensor in given)
         self._called = True
-        result = self.by_path[path].forward(*args, **kwargs)
+        result = call_alone(self.by_path[path], args, kwargs)
         return result, self.versions() + sum(tensor._version for tensor in given) != before
 
     def run(

@@ -26,6 +26,7 @@ from ...runtime.gradients import Gradient, differentiate
 from ...runtime.interleaver import Interleaver, active_interleaver
 from ...runtime.invoker import Barrier
 from ...runtime.mediator import Mediator
+from ...runtime.modules.interception import call_alone
 from ..format.errors import ExecutionFailedError, InvalidProgramError, require
 from ..format.formats import text_of
 from ..format.limits import Limits
@@ -82,7 +83,7 @@ class Interpreter:
         """Apply the module at ``path``."""
         module = self.model._tree.module_at(path)
         assert module is not None
-        return module.forward(*args, **kwargs)
+        return call_alone(module, args, kwargs)
 
     def weight(self, name: str) -> torch.Tensor:
         """Return the parameter or buffer ``name``."""

@@ -68,6 +68,11 @@ def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]
     return intercepted_call
 
 
+def call_alone(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+    """Call a module with its hooks, past the interception: none of its own locations is passed."""
+    return torch.nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+
 #: Code of every intercepted call, for compilers that must treat it specially.
 INTERCEPTED_CODE = next(constant for constant in intercepted.__code__.co_consts if isinstance(constant, types.CodeType))
 

@@ -270,6 +270,8 @@ def test_a_child_called_output(model: NNsight, compile: bool) -> None:
     assert torch.equal(nothing, torch.zeros(2, 4))
     assert isinstance(block, Envoy)
     assert type(block).__name__ == "Envoy"
+    with pytest.raises(AttributeError, match=r"The output of `model\.layers\.0` is `model\.layers\.0\.nns_output`\."):
+        block.output.shape  # noqa: B018
 
 
 @pytest.mark.parametrize("name", ["input", "inputs", "path", "get", "interleaving"])

@@ -306,6 +306,31 @@ def test_the_task_checks_its_input(filler: TransformersModel) -> None:
 
 
 @eager_and_slow
+def test_a_pipeline_that_calls_the_model_for_each_question(tmp_path: Path, compile: bool) -> None:
+    pytest.importorskip("transformers.decision").DecisionConfig(labels={"noul": ["A", "B"]}).save_pretrained(tmp_path)
+    demo = nnsight.demo_model()
+    net, tokenizer = demo._module, demo.tokenizer
+    net.config._name_or_path = net.name_or_path = str(tmp_path)
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    questions = {name: {"type": "noul", "instructions": f"Is it in {name}?"} for name in ("France", "Italy")}
+    request = {"state": "The Eiffel Tower is in Paris.", "questions": questions}
+    plain = t.pipeline("decision", model=net, tokenizer=tokenizer)
+    model = TransformersModel(net, tokenizer=tokenizer, task="decision", compile={"backend": "eager"})
+    with torch.no_grad():
+        assert model.pipe(request, compile=compile) == plain(request)
+        with model.pipe(request, compile=compile) as tracer:
+            for _ in tracer.iter[:2]:
+                model.transformer.h[1].output[:] *= 0.5
+            found = tracer.result.save()
+        hook = net.transformer.h[1].register_forward_hook(lambda module, args, output: 0.5 * output)
+        expected = plain(request)
+        hook.remove()
+    assert found == expected != plain(request)
+    with pytest.raises(NotImplementedError, match=r"decision.*once for each question.*model\.pipe"):
+        model.trace(request, trace=False)
+
+
+@eager_and_slow
 def test_images_of_several_invokes_are_one_batch(viewer: TransformersModel, compile: bool) -> None:
     with viewer.trace(compile=compile) as tracer:
         with tracer.invoke(image(0)):

@@ -63,6 +63,7 @@ _RULES = {
     "zero-shot-image-classification": Rules(alone=_LABELS),
     "zero-shot-audio-classification": Rules(alone=_LABELS),
     "mask-generation": Rules(refusal="its pipeline runs parts of the model to prepare an input"),
+    "decision": Rules(refusal="its pipeline calls the model once for each question"),
     "keypoint-matching": Rules(refusal="its input is pairs of images"),
 }
 

@@ -23,6 +23,7 @@ import torch
 from greenlet import greenlet
 from transformers.utils import ModelOutput
 
+from nnsight import NNsight
 from nnsight.runtime import OutOfOrderError, active_interleaver
 from nnsight.tracing.saving import saves
 
@@ -337,6 +338,22 @@ def test_a_saved_structure_dies_with_its_name(compile: bool, no_gc: None) -> Non
         references = [weakref.ref(out), weakref.ref(out.logits), weakref.ref(out.hidden)]
         del out
         assert [reference() for reference in references] == [None] * 3
+
+
+@both
+def test_a_model_that_failed_dies_with_its_name(compile: bool, no_gc: None) -> None:
+    """Dynamo keeps its error in a frame, and frames keep those that called them."""
+
+    def run() -> weakref.ref[Any]:
+        net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(3, 3))
+        model = NNsight(net, compile={"backend": "eager"})
+        with pytest.raises(RuntimeError), model.trace(torch.ones(2, 4), compile=compile):
+            model[0].output.save()
+            model.output.save()
+        return weakref.ref(net)
+
+    new_model().trace(X, ROW, trace=False)  # what is imported for a first call keeps an error, too
+    assert run()() is None
 
 
 @both

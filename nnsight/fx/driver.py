@@ -15,6 +15,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import sys
 import threading
 import types
 import warnings
@@ -33,6 +34,7 @@ from ..runtime.modules.interception import INTERCEPTED_CODE, INTERCEPTED_METHOD
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Break, Capture, Report
 from ..runtime.tracer import Driver
+from ..tracing.errors import release_frames
 from . import progress
 from .capturing.captures import MAX_CAPTURES, Captures
 from .capturing.dynamo import NotCompiled, caller_of_compiled, new_caller, tensors_were_compared, watch_captures
@@ -195,12 +197,14 @@ class CompiledDriver:
         given_up = _given_up.get()
         if given_up:
             return self.tree.root._call_impl(*args, **kwargs)
+        handled = sys.exception()
         try:
             return function(self.tree.root, args, kwargs)
         except Exception as error:
             reason = why_followed_in_vain(error, self._code)
             if reason is None or self.fullgraph or not self._captures.ran_nothing:
                 raise
+            release_frames(error, handled)
         output = self.tree.root._call_impl(*args, **kwargs)
         if given_up is not None:
             given_up.append(reason)

@@ -88,7 +88,8 @@ def check_applied(module: torch.nn.Module, job: Job) -> None:
         if node["do"] == "apply":
             applied = module.get_submodule(node["module"].partition(".")[2])
             if applied._forward_hooks or applied._forward_pre_hooks:
-                raise InvalidProgramError(f"line {node.get('line', '?')} calls `{node['module']}`, which has hooks of its own. Remove them.")
+                line, path = node.get("line", "?"), node["module"]
+                raise InvalidProgramError(f"line {line} calls `{path}`, which has hooks of its own. Remove them.")
 
 
 def _free_name(module: torch.nn.Module, first: str) -> str:

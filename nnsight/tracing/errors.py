@@ -16,6 +16,7 @@ import sys
 import types
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from traceback import clear_frames
 from typing import Any
 
 from ..config import CONFIG
@@ -90,6 +91,17 @@ def chain(error: BaseException) -> Iterator[BaseException]:
         pending += (current.__cause__, current.__context__)
         if isinstance(current, BaseExceptionGroup):
             pending += current.exceptions
+
+
+def release_frames(error: BaseException, handled: BaseException | None) -> None:
+    """Clear the frames that an exception nobody will see has left, and those that led to it; not those of ``handled``, which was there.
+
+    A library that keeps the exception in one of these frames would keep all of them, and the model, until the garbage collector runs.
+    """
+    kept = [] if handled is None else list(map(id, chain(handled)))
+    for each in chain(error):
+        if id(each) not in kept:
+            clear_frames(each.__traceback__)
 
 
 def wrap_exception(error: BaseException, info: object = None) -> BaseException:

@@ -242,7 +242,7 @@ def test_hooks_of_an_applied_module() -> None:
     assert torch.equal(edited(x), expected)
     with model.trace(x, program=True) as tracer:
         model[1].output[:] = model[2](model[0].output)
-        out = model.output.save()  # noqa: F841 - a saved name is part of the program
+        out = model.output.save()
     assert torch.equal(tracer.program.bind(model)(x)["out"], expected)
     with pytest.raises(InvalidProgramError, match=r"calls `model\.2`, which has hooks of its own"):
         edited.bake(x)

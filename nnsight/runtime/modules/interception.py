@@ -70,7 +70,7 @@ def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]
 
 def call_alone(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Call a module with its hooks, past the interception: none of its own locations is passed."""
-    return torch.nn.Module._call_impl(module, *args, **kwargs)  # type: ignore[no-untyped-call]
+    return torch.nn.Module._call_impl(module, *args, **kwargs)
 
 
 #: Code of every intercepted call, for compilers that must treat it specially.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .transformers.model import TransformersModel
 
 
-#: Ids of a generation that says nothing about their number, with the prompt.
+#: New ids of a generation that says nothing about their number.
 _LENGTH = 20
 
 
@@ -39,20 +39,21 @@ def _configured(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 def _with_static_cache(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a generation with the static cache that they ask for, made before the model runs (:mod:`.static_caches`)."""
     config = _configured(module, kwargs)
-    others = ("past_key_values", "cache", "generation_config", "assistant_model", "prefill_chunk_size", "custom_generate")
+    instead = ("past_key_values", "cache", "generation_config", "assistant_model", "prefill_chunk_size", "custom_generate")
     ids = kwargs.get("input_ids")
     if (
         kwargs.get("cache_implementation") != "static"
-        or any(kwargs.get(name) is not None for name in others)
+        or any(kwargs.get(name) is not None for name in instead)
         or kwargs.get("use_cache") is False
         or config["num_beams"] != 1
         or getattr(module.config, "is_encoder_decoder", False)
         or ids is None
     ):
         return kwargs
-    tokens = config["max_new_tokens"] or max((config["max_length"] or _LENGTH) - ids.shape[1], 1)
+    tokens = config["max_new_tokens"] or max(config["max_length"] or 0, _LENGTH)  # or fewer: a maximum may include the prompt
     # As transformers does, as long as the longest before: another length is another graph.
-    positions = max(ids.shape[1] + tokens - 1, getattr(module, "_previous_max_cache_length", 0))
+    others = kwargs.get("max_cache_len") or 0, getattr(module, "_previous_max_cache_length", 0)
+    positions = max(ids.shape[1] + tokens - 1, *others)
     cache = static_cache(module, ids.shape[0] * (config["num_return_sequences"] or 1), positions)
     if cache is None:
         return kwargs
@@ -99,7 +100,7 @@ class Generation:
         ids: Any = next(kwargs[name] for name in names if kwargs.get(name) is not None)
         rows = ids.shape[0] * (config["num_return_sequences"] or 1)
         start = 1 if getattr(module.config, "is_encoder_decoder", False) else ids.shape[1]
-        tokens = config["max_new_tokens"] or max((config["max_length"] or _LENGTH) - start, 1)
+        tokens = config["max_new_tokens"] or (max(config["max_length"] - start, 1) if config["max_length"] else _LENGTH)
         calls = 0
 
         def count(*_: Any) -> None:

@@ -134,6 +134,19 @@ class Experts(torch.nn.Module):
         return one, other, product(several, weights), product(several, weights[0], offs=ends * 3)
 
 
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
+def test_a_generation_that_names_no_length_makes_as_many_tokens(demo: LanguageModel) -> None:
+    end, demo._module.generation_config.eos_token_id = demo._module.generation_config.eos_token_id, None
+    try:
+        made = []
+        for scan in (True, False):
+            with demo.generate("Rome is", scan=scan, compile=False) as tracer:
+                made.append(tracer.result.save().shape)
+        assert made[0] == made[1]
+    finally:
+        demo._module.generation_config.eos_token_id = end
+
+
 def test_experts_in_float32_are_scanned() -> None:
     if not hasattr(torch.nn.functional, "grouped_mm"):
         pytest.skip("this torch has no grouped_mm")

@@ -37,6 +37,21 @@ def test_generations_are_those_of_transformers(family: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
+@pytest.mark.parametrize("length", [3, 25])
+@pytest.mark.parametrize("options", [{}, {"max_length": 30}, {"max_new_tokens": 3, "max_cache_len": 64}], ids=["default", "length", "room"])
+def test_a_cache_is_long_enough(length: int, options: dict[str, int]) -> None:
+    net: Any = specimens()["llama"].build()
+    net.generation_config.eos_token_id = None
+    given = ids(1, length)
+    with LanguageModel(net).generate(given, do_sample=False, cache_implementation="static", **options) as tracer:
+        found = tracer.result.save()
+    expected = net.generate(given, attention_mask=torch.ones_like(given), do_sample=False, **options)
+    assert torch.equal(found, expected)
+    assert static_cache(net, 1, 2) is not None and net._previous_max_cache_length >= max(found.shape[1] - 1, options.get("max_cache_len", 0))
+
+
+@torch.no_grad()
 def test_a_cache_has_the_dtype_of_the_model_and_of_autocast() -> None:
     net: Any = specimens()["llama"].build()
     model = LanguageModel(net)

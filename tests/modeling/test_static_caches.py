@@ -48,7 +48,7 @@ def test_a_cache_is_long_enough(length: int, options: dict[str, int]) -> None:
         found = tracer.result.save()
     expected = net.generate(given, attention_mask=torch.ones_like(given), do_sample=False, **options)
     assert torch.equal(found, expected)
-    assert static_cache(net, 1, 2) is not None and net._previous_max_cache_length >= max(found.shape[1] - 1, options.get("max_cache_len", 0))
+    assert net._previous_max_cache_length >= max(found.shape[1] - 1, options.get("max_cache_len", 0))
 
 
 @torch.no_grad()

@@ -331,6 +331,34 @@ def test_a_pipeline_that_calls_the_model_for_each_question(tmp_path: Path, compi
 
 
 @eager_and_slow
+def test_a_pipeline_of_pairs_of_images(compile: bool) -> None:
+    torch.manual_seed(0)
+    detector = t.SuperPointConfig(
+        encoder_hidden_sizes=[8] * 4, decoder_hidden_size=8, descriptor_decoder_dim=8, max_keypoints=8, keypoint_threshold=0.0,
+        border_removal_distance=0,
+    )  # fmt: skip
+    config = t.SuperGlueConfig(
+        keypoint_detector_config=detector, hidden_size=8, keypoint_encoder_sizes=[8, 8], gnn_layers_types=["self", "cross"],
+        num_attention_heads=2, sinkhorn_iterations=3, matching_threshold=0.0,
+    )  # fmt: skip
+    net = t.SuperGlueForKeypointMatching(config).eval()
+    processor = t.SuperGlueImageProcessorPil(size={"height": 32, "width": 32})
+    pair = [image(0, 32), image(1, 32)]
+    plain = t.pipeline("keypoint-matching", model=net, image_processor=processor)
+    model = TransformersModel(net, task="keypoint-matching", image_processor=processor, compile={"backend": "eager"})
+    assert model.pipe(pair, compile=compile) == plain(pair)
+    with torch.no_grad(), model.pipe(pair, compile=compile) as tracer:
+        model.final_projection.output[:] *= 3.0
+        found = tracer.result.save()
+    hook = net.final_projection.register_forward_hook(lambda module, args, output: 3.0 * output)
+    expected = plain(pair)
+    hook.remove()
+    assert found == expected != plain(pair)
+    with pytest.raises(NotImplementedError, match=r"keypoint-matching.*pairs of images.*model\.pipe"):
+        model.trace(pair, trace=False)
+
+
+@eager_and_slow
 def test_images_of_several_invokes_are_one_batch(viewer: TransformersModel, compile: bool) -> None:
     with viewer.trace(compile=compile) as tracer:
         with tracer.invoke(image(0)):

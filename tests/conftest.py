@@ -510,3 +510,19 @@ def gpt2(cases: dict[str, Case]) -> Case:
 @pytest.fixture
 def llama(cases: dict[str, Case]) -> Case:
     return cases["llama"]
+
+
+@pytest.fixture
+def lowered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return the number of inputs and of parameters among them, for each graph that Inductor lowers from here on."""
+    from torch._inductor import compile_fx
+
+    found: list[tuple[int, int]] = []
+    lower = compile_fx.compile_fx_inner
+
+    def counted(graph: Any, inputs: Any, **settings: Any) -> Any:
+        found.append((len(inputs), len(settings.get("static_input_idxs", ()))))
+        return lower(graph, inputs, **settings)
+
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", counted)
+    return found

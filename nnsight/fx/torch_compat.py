@@ -1,4 +1,4 @@
-"""Private names of torch's compiler, and the differences between the supported versions, 2.11 to 2.13, in one place.
+"""Private names of torch's compiler, and the differences between the supported versions, 2.11 to 2.15, in one place.
 
 Other modules of this package import such names from here. The import changes nothing in torch; :func:`lowering` changes it in a context.
 """
@@ -46,6 +46,9 @@ LISTS_ATTRIBUTES = hasattr(variables, "DunderDictVariable")
 #: What the variable of a function needs besides, in 2.11.
 MORE_OF_FUNCTIONS: dict[str, None] = {} if LISTS_ATTRIBUTES else {"annotations": None}
 
+#: How dynamo looks up an attribute of a variable: under another name since 2.14.
+_GETATTR = "tp_getattro_impl" if hasattr(VariableTracker, "tp_getattro_impl") else "var_getattr"
+
 #: Sets the number of compiled frames that dynamo has counted in a call with ``fullgraph=True``, which fails at 0; -1 does not count.
 set_counted_frames: Callable[[int], Any] = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
 
@@ -89,6 +92,11 @@ def is_whole_call(graph_module: torch.fx.GraphModule, function_name: str) -> boo
     context = TracingContext.try_get()
     traced: list[Any] = getattr(context, "traced_code", None) or []
     return reason is not None and not reason.graph_break and [code.co_name for code in traced[:1]] == [function_name]
+
+
+def attribute_of(tx: Any, variable: Any, name: str) -> Any:
+    """Return what dynamo knows of an attribute of one of its variables; ``tx`` is the frame it executes."""
+    return getattr(variable, _GETATTR)(tx, name)
 
 
 def is_held_by_argument(placeholder: torch.fx.Node) -> bool:
@@ -157,6 +165,36 @@ def following_instances() -> Iterator[None]:
         replaced(instance, "var_getattr", guarded),
     ):
         yield
+
+
+@contextlib.contextmanager
+def failing_on_fakes() -> Iterator[None]:
+    """Let dynamo fail with a ``TorchRuntimeError`` if an operation of the model does on fakes. Only for a holder of the compile lock.
+
+    Dynamo does so by itself, but that of torch 2.14 loses the kind of an exception that passes a ``with`` or ``finally`` of the model: it
+    takes it for one that the model raises, runs the function as Python, and goes on with the functions in it.
+    """
+    if not hasattr(exc, "FakeTensorObservedException"):
+        yield
+        return
+    translator: Any = symbolic_convert.InstructionTranslatorBase
+    handle = translator.exception_handler
+
+    def handler(tx: Any, raised: Any) -> Any:
+        try:
+            return handle(tx, raised)
+        except exc.Unsupported as error:
+            message = str(raised)
+            if _ON_FAKES not in message:
+                raise
+            raise exc.TorchRuntimeError(message, error.real_stack) from None
+
+    with replaced(translator, "exception_handler", handler):
+        yield
+
+
+#: How dynamo's message about an operation that fails on fake tensors begins.
+_ON_FAKES = "Dynamo failed to run FX node with fake tensors"
 
 
 def why_it_ends(graph_module: torch.fx.GraphModule) -> tuple[str, list[Any]] | None:

@@ -30,6 +30,7 @@ from ..torch_compat import (
     compile_lock,
     dynamo_config,
     eval_frame,
+    failing_on_fakes,
     following_instances,
     frame_evaluation,
     guards,
@@ -96,6 +97,7 @@ def capturing() -> Iterator[None]:
     with compile_lock, quiet_fakes, dynamo_config.patch(**unlimited, specialize_float=True), contextlib.ExitStack() as stack:
         _tensors_compared.clear()
         stack.enter_context(following_instances())
+        stack.enter_context(failing_on_fakes())
         stack.enter_context(replaced(symbolic_convert, "compare_op_handlers", {**handlers, **watching}))
         for name in METHODS_ITERATING:
             ordered = functools.partialmethod(_in_order_of_python, getattr(SetVariable, name))

@@ -111,17 +111,21 @@ class CallRecorder(EventRecorder):
         with self.modes.keys():
             return self.call(function, args, kwargs)
 
-    def apply(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Apply a ``torch.autograd.Function``: torch runs its ``forward`` out of sight of autograd, to which it is one call."""
+    def apply(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """Apply a ``torch.autograd.Function`` with real values if it has a gradient: to autograd it is one call.
+
+        Returns:
+            Whether that was done, and the result. If not, the calls in its ``forward`` are all that counts.
+        """
         wanting = any(
             wants_grad(self, ValueNumber(item._index) if isinstance(item, LazyTensor) and item._real is None else item) is not False
             for item in args
             if isinstance(item, torch.Tensor)
         )
-        if not (wanting and torch.is_grad_enabled()):  # only the calls in its forward count
-            return function(*args, **kwargs)
+        if not (wanting and torch.is_grad_enabled()):
+            return False, None
         name = function.__self__.__name__
-        return self.demand(function, args, kwargs, f"`{name}` is an autograd.Function, whose gradient is its own")
+        return True, self.demand(function, args, kwargs, f"`{name}` is an autograd.Function, whose gradient is its own")
 
     def _touches_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], edits: bool) -> bool:
         """Whether a call on tensors from outside must keep its order with the graph's own use of them."""

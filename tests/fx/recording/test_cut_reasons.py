@@ -11,7 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -285,24 +285,52 @@ def test_a_demanded_value(
     assert_no_instrumentation(model._module)
 
 
+class WithContext(torch.autograd.Function):
+    """Like ``Doubled``, with the context set up apart, and with an argument that has a default."""
+
+    set_up: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+        WithContext.set_up.append(len(inputs))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0] * (ctx.factor + 1), None
+
+
 @pytest.mark.parametrize("grad", [True, False])
-def test_an_autograd_function_keeps_its_gradient(model: NNsight, grad: bool) -> None:
-    """Without gradients the calls in its forward are recorded; with them the graph is cut around it."""
-    module = model._module
+@pytest.mark.parametrize("function", [Doubled, WithContext])
+@pytest.mark.parametrize("held", [False, True])
+def test_an_autograd_function_keeps_its_gradient(model: NNsight, function: Any, held: bool, grad: bool) -> None:
+    """Without gradients the calls in its forward are recorded; with them the graph is cut around it.
+
+    Programs often hold ``apply`` under a name of their own, and call it at one place several times.
+    """
+    module, apply = model._module, function.apply
     x = X.clone().requires_grad_(grad)
-    expected = module[3](module[2](Doubled.apply(module[1](module[0](x)))))
+    expected = module[3](module[2](apply(apply(module[1](module[0](x))))))
     for compile in (False, True, True):
+        WithContext.set_up.clear()
         with torch.set_grad_enabled(grad), model.trace(x, compile=compile) as tracer:
-            model[1].output = Doubled.apply(model[1].output)
+            hidden = model[1].output
+            for _ in range(2):
+                hidden = apply(hidden) if held else function.apply(hidden)
+            model[1].output = hidden
             out = model.output.save()
         torch.testing.assert_close(out, expected.detach() if not grad else expected, rtol=0.0, atol=0.0)
         if grad:
+            assert len(WithContext.set_up) == 2 * (function is WithContext)
             (found,) = torch.autograd.grad(out.sum(), x)
             (wanted,) = torch.autograd.grad(expected.sum(), x, retain_graph=True)
             torch.testing.assert_close(found, wanted)
-    assert [cut.reason for cut in tracer.report.breaks] == (
-        ["`Doubled` is an autograd.Function, whose gradient is its own"] if grad else []
-    )
+    reason = f"`{function.__name__}` is an autograd.Function, whose gradient is its own"
+    assert {cut.reason for cut in tracer.report.breaks} == ({reason} if grad else set())
 
 
 def test_a_compiled_function_in_a_block_becomes_part_of_the_graph(model: NNsight) -> None:

@@ -261,7 +261,7 @@ class Envoy(Located):
     @property  # asked at each value that a block reads
     def _tree(self) -> ModuleTree:  # type: ignore[override]
         """The tree, which the root holds; without that, the one of another wrapper of the model, else one of this module alone."""
-        own: ModuleTree | None = self.__dict__.get("_tree")
+        own: ModuleTree | None = self.__dict__.get("_own_tree")
         if own is not None:
             return own
         reference, traced_call = self.__dict__["_tree_of_root"]
@@ -269,7 +269,7 @@ class Envoy(Located):
         if tree is None:
             tree = ModuleTree.with_module(self._module)
             if tree is None:
-                tree = self.__dict__["_tree"] = ModuleTree(self._module, self._path, traced_call)
+                tree = self.__dict__["_own_tree"] = ModuleTree(self._module, self._path, traced_call)
             for envoy in Envoy.modules(self):
                 envoy.__dict__["_tree_of_root"] = weakref.ref(tree), traced_call
         return tree

@@ -99,7 +99,7 @@ class NNsight(Editable):
     def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
         """Mirror ``module``, and prepare to compile it if there are options for that."""
         add_tensor_methods()
-        tree = self.__dict__["_tree"] = ModuleTree.of(module, _traced_call, self._root_path)
+        tree = self.__dict__["_own_tree"] = ModuleTree.of(module, _traced_call, self._root_path)
         Envoy.__init__(self, module, self._root_path, tree=tree, envoys=with_names(envoys, self._rename, tree))
         self._tree.roots.add(self)
         add_names(self, self._rename)

@@ -157,7 +157,7 @@ class Editable(Envoy):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copy and pickle as the module with its options; the mirror, and what was compiled, is made anew."""
         kind = next(base for base in type(self).__mro__ if "_moved" not in vars(base))
-        own = {"_module", "_tree", "_children", "_envoys", "_version", "_path", "_aliases", "_shown_envoys", "_tree_of_root"}
+        own = {"_module", "_own_tree", "_children", "_envoys", "_version", "_path", "_aliases", "_shown_envoys", "_tree_of_root"}
         own |= {"_compiled", "_compiled_edits", "params", "_pipeline"}
         state = {
             name: value for name, value in self.__dict__.items() if name not in own and not isinstance(value, Envoy)

@@ -358,6 +358,67 @@ def test_a_pipeline_of_pairs_of_images(compile: bool) -> None:
         model.trace(pair, trace=False)
 
 
+def segmenter() -> tuple[t.SamModel, dict[str, Any]]:
+    """Return a model that makes masks, and sizes for its image processor."""
+    torch.manual_seed(0)
+    common = {"hidden_size": 16, "num_attention_heads": 2, "mlp_dim": 32}
+    image_encoder = {"output_channels": 16, "num_hidden_layers": 2, "global_attn_indexes": [1], "window_size": 4, "num_pos_feats": 8}
+    patches = {"image_size": 64, "patch_size": 8}
+    config = t.SamConfig(
+        vision_config={**common, **patches, **image_encoder},
+        prompt_encoder_config={**patches, "hidden_size": 16, "mask_input_channels": 4},
+        mask_decoder_config={**common, "num_hidden_layers": 1, "iou_head_hidden_dim": 16},
+    )
+    sizes = {"size": {"longest_edge": 64}, "pad_size": {"height": 64, "width": 64}}
+    sizes |= {"mask_size": {"longest_edge": 16}, "mask_pad_size": {"height": 16, "width": 16}}
+    return t.SamModel(config).eval(), sizes
+
+
+@eager_and_slow
+def test_tensors_of_a_model_that_makes_masks(compile: bool) -> None:
+    net, _ = segmenter()
+    model = TransformersModel(net, task="mask-generation", compile={"backend": "aot_eager"})
+    given = {"pixel_values": torch.randn(1, 3, 64, 64), "input_points": torch.tensor([[[[20.0, 20.0]]]])}
+    hook = net.vision_encoder.layers[1].register_forward_hook(lambda module, args, output: output * 0.5)
+    expected = net(**given)
+    (wanted,) = torch.autograd.grad(expected.pred_masks.sum(), net.vision_encoder.layers[0].mlp.lin2.weight)
+    hook.remove()
+    with model.trace(**given, compile=compile) as tracer:
+        model.vision_encoder.layers[1].output *= 0.5
+        output = model.output.save()
+    assert tracer.report.mode == ("compiled" if compile else "eager") and not tracer.report.breaks
+    close(output.pred_masks, expected.pred_masks)
+    close(output.iou_scores, expected.iou_scores)
+    (found,) = torch.autograd.grad(output.pred_masks.sum(), net.vision_encoder.layers[0].mlp.lin2.weight)
+    close(found, wanted)
+
+
+@eager_and_slow
+def test_the_pipeline_that_makes_masks(compile: bool) -> None:
+    """It needs torchvision."""
+    pytest.importorskip("torchvision")
+    net, sizes = segmenter()
+    processor, options = t.SamImageProcessor(**sizes), {"points_per_crop": 4, "pred_iou_thresh": -10.0, "stability_score_thresh": -1.0}
+    model = TransformersModel(net, task="mask-generation", image_processor=processor, compile={"backend": "aot_eager"})
+    plain = t.pipeline("mask-generation", model=net, image_processor=processor)
+
+    def masks(found: dict[str, Any]) -> list[Any]:
+        return [np.asarray(mask).tolist() for mask in found["masks"]]
+
+    assert masks(model.pipe(image(0, 48), compile=compile, **options)) == masks(plain(image(0, 48), **options)) != []
+    scores: list[torch.Tensor] = []
+    hook = net.mask_decoder.register_forward_hook(lambda module, args, output: scores.append(output[1] + 1) or (output[0], output[1] + 1))
+    expected = plain(image(0, 48), **options)
+    hook.remove()
+    with torch.no_grad(), model.pipe(image(0, 48), compile=compile, **options) as tracer:
+        model.mask_decoder.output[1][:] += 1
+        edited = model.mask_decoder.output[1].save()
+        found = tracer.result.save()
+    close(edited, scores[0])
+    assert masks(found) == masks(expected)
+    close(found["scores"], expected["scores"])
+
+
 @eager_and_slow
 def test_images_of_several_invokes_are_one_batch(viewer: TransformersModel, compile: bool) -> None:
     with viewer.trace(compile=compile) as tracer:

@@ -103,6 +103,8 @@ test-oldest: $(OLDEST_INSTALLED)
 	@echo "zoo, on torch 2.11 ..."
 	@HF_HUB_OFFLINE=1 $(OLDEST_VENV)/bin/python -m tests.zoo --modes aot_eager --models gpt2,llama,mpt,t5,gemma2,conv \
 	  --features forward,everything,batch,generation,backward,training
+	@echo "edited models inside compiled functions, autograd functions ..."
+	@HF_HUB_OFFLINE=1 $(OLDEST_VENV)/bin/python -m pytest -q tests/fx/test_compile_around.py tests/fx/recording/test_cut_reasons.py -k "not vmap"
 
 # vLLM for CPUs wants this very torch, which comes first. It brings builds of torchvision and its kin for accelerators, which
 # break `import transformers` where there is none.

@@ -353,8 +353,8 @@ def why_followed_in_vain(error: Exception, code: types.CodeType) -> str | None:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{where}"
 
 
-#: Dynamo's message about an operation that fails on fake tensors, with the ``repr`` of the error.
-_FAILED_ON_FAKES = re.compile(r"""got (?P<kind>\w+)\((?P<quote>['"])(?P<message>.*?)(?P=quote),?\)$""", re.MULTILINE)
+#: Dynamo's message about an operation that fails on fake tensors, with the ``repr`` of the error, and perhaps itself in a ``repr``.
+_FAILED_ON_FAKES = re.compile(r"""got (?P<kind>\w+)\((?P<quote>['"])(?P<message>.*?)(?P=quote),?\)(?:['"]\))?$""", re.MULTILINE)
 
 
 def generated_code_in(function: Callable[..., Any]) -> Any:

@@ -12,9 +12,7 @@ from unittest import mock
 
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server import entry
-from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.entrypoints.launchers.launcher import setup_server
-from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 from vllm.logger import configure_logging_from_args
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -23,6 +21,13 @@ from ...steering.registry import Vectors, named_file
 from ..steering.graph_programs import GraphProgram
 from ..worker.engine_taps import Layout
 from ..worker.runner import check, choose_runner
+
+try:
+    from vllm.entrypoints.common.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.common.startup import cli_env_setup
+except ImportError:  # vLLM 0.32
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
 WORKER = f"{__package__.rpartition('.')[0]}.worker.worker.ServingWorker"
 

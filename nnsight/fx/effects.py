@@ -52,7 +52,8 @@ _METHODS = frozenset("float double half bfloat16 int long short bool cpu cuda si
 _NEW = frozenset(
     "linear matmul outer layer_norm rms_norm group_norm softmax log_softmax where max min square absolute negative clip multiply subtract "
     "divide true_divide greater greater_equal less less_equal not_equal concat concatenate hstack vstack dstack conv1d conv2d conv3d "
-    "conv_transpose1d conv_transpose2d conv_transpose3d".split()
+    "conv_transpose1d conv_transpose2d conv_transpose3d tensordot inner kron bilinear cosine_similarity pairwise_distance cdist cross "
+    "std var repeat_interleave tile take_along_dim".split()
 )
 
 #: Operators that edit their statistics without saying so in their schema.
@@ -119,6 +120,8 @@ def kind_of(node: torch.fx.Node) -> Kind:
         kind = Kind.READ
     if node.target is operator.getitem and _is_view(*node.args):
         kind = Kind.VIEW
+    elif node.target is torch.einsum and len(node.all_input_nodes) > 1:
+        kind = Kind.NEW  # a product; of one operand it may be a view
     return kind if _switched_off(node) else Kind.EFFECT
 
 

@@ -20,6 +20,7 @@ from nnsight.modeling.mixins import LoadingError
 from nnsight.modeling.transformers import tasks
 from nnsight.remote.protocol import ModelKey
 
+from ..conftest import both
 from .tiny_tasks import TEXT, TINY, WORDS, image, images, sound, tokenizer
 
 #: Like :data:`tests.conftest.both`: captures take seconds.
@@ -393,7 +394,8 @@ def test_tensors_of_a_model_that_makes_masks(compile: bool) -> None:
     close(found, wanted)
 
 
-@eager_and_slow
+@pytest.mark.slow
+@both
 def test_the_pipeline_that_makes_masks(compile: bool) -> None:
     """It needs torchvision."""
     pytest.importorskip("torchvision")

@@ -171,7 +171,7 @@ def following_instances() -> Iterator[None]:
 def failing_on_fakes() -> Iterator[None]:
     """Let dynamo fail with a ``TorchRuntimeError`` if an operation of the model does on fakes. Only for a holder of the compile lock.
 
-    Dynamo does so by itself, but that of torch 2.14 loses the kind of an exception that passes a ``with`` or ``finally`` of the model: it
+    Dynamo does so by itself, but since torch 2.14 it loses the kind of an exception that passes a ``with`` or ``finally`` of the model: it
     takes it for one that the model raises, runs the function as Python, and goes on with the functions in it.
     """
     if not hasattr(exc, "FakeTensorObservedException"):

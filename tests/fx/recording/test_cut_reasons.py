@@ -330,7 +330,7 @@ def test_an_autograd_function_keeps_its_gradient(model: NNsight, function: Any, 
             (wanted,) = torch.autograd.grad(expected.sum(), x, retain_graph=True)
             torch.testing.assert_close(found, wanted)
     reason = f"`{function.__name__}` is an autograd.Function, whose gradient is its own"
-    assert {cut.reason for cut in tracer.report.breaks} == ({reason} if grad else set())
+    assert [cut.reason for cut in tracer.report.breaks] == [reason] * grad  # the second call has a real tensor
 
 
 def test_a_compiled_function_in_a_block_becomes_part_of_the_graph(model: NNsight) -> None:

@@ -290,7 +290,7 @@ def compile_block(site: WithSite, local: set[str] | None, in_function: bool, fla
     """
     node, filename = site.node, site.filename
     refuse_jumps(node, filename)
-    rewriter = Rewriter(site.first_argument)
+    rewriter = Rewriter(site.first_argument, filename)
     body: list[ast.stmt] = [rewriter.visit(statement) for statement in copy.deepcopy(node.body)]
     if site.in_test:
         body = rewritten(body)

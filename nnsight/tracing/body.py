@@ -23,12 +23,13 @@ class Rewriter(ast.NodeTransformer):
 
     ``x.save()`` becomes a call that works for every object, see :mod:`nnsight.tracing.saving`, ``tracer.result()`` becomes
     ``tracer.result``, and ``x.grad`` looks ``x`` up in a backward pass. ``super()`` gets its arguments. Annotated assignments lose their
-    annotation, and ``nonlocal`` statements are dropped, because all variables of a block are nonlocal.
+    annotation, and ``nonlocal`` statements are dropped, because all variables of a block are nonlocal. ``return`` becomes an error.
     """
 
-    def __init__(self, first_argument: str | None) -> None:
+    def __init__(self, first_argument: str | None, filename: str) -> None:
         self._nested = 0
         self._first_argument = first_argument
+        self._filename = filename
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
@@ -63,6 +64,17 @@ class Rewriter(ast.NodeTransformer):
             return ast.copy_location(ast.Pass(), node)
         return ast.copy_location(ast.Assign([node.target], node.value), node)
 
+    def visit_Return(self, node: ast.Return) -> ast.AST:
+        if self._nested:
+            return node
+        text, place = _refusal("return", node, self._filename)
+        arguments: list[ast.expr] = [ast.Constant(text), ast.Tuple([ast.Constant(item) for item in place], ast.Load())]
+        error = ast.Call(ast.Name("SyntaxError", ast.Load()), arguments, [])
+        raising = ast.copy_location(ast.Raise(error), node)
+        for part in ast.walk(error):
+            ast.copy_location(part, node)
+        return raising
+
     def visit_Nonlocal(self, node: ast.Nonlocal) -> ast.AST:
         return node if self._nested else ast.copy_location(ast.Pass(), node)
 
@@ -76,30 +88,45 @@ class Rewriter(ast.NodeTransformer):
 
 
 def refuse_jumps(node: ast.With, filename: str) -> None:
-    """Raise for statements that leave the block in a way a deferred body cannot."""
+    """Raise for statements that leave the block in a way a deferred body cannot.
 
-    def visit(current: ast.AST, in_loop: bool) -> None:
+    A ``return`` that a condition or a loop may pass by is an error where it is reached, see :class:`Rewriter`, unless a ``try`` or ``with``
+    statement around it might hide the error.
+    """
+
+    def visit(current: ast.AST, in_loop: bool, returns: bool | None) -> None:
         for child in ast.iter_child_nodes(current):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
                 continue
             jump = _JUMPS.get(type(child))
-            if isinstance(child, ast.comprehension) and child.is_async:
+            if isinstance(child, ast.Return) and returns:
+                jump = None
+            elif isinstance(child, ast.comprehension) and child.is_async:
                 jump = "await"
             elif isinstance(child, (ast.Break, ast.Continue)) and not in_loop:
                 jump = "break or continue of a loop around the block"
             if jump is not None:
-                place: Any = child.target if isinstance(child, ast.comprehension) else child
-                line, end_line = place.lineno, place.end_lineno
-                column, end = place.col_offset + 1, place.end_col_offset + 1
-                raise SyntaxError(
-                    f"`{jump}` at {filename}:{line} would leave a block that runs later, together with the model. "
-                    "Save what you need and use it after the block.",
-                    (filename, line, column, linecache.getline(filename, line), end_line, end),
-                )
+                raise SyntaxError(*_refusal(jump, child.target if isinstance(child, ast.comprehension) else child, filename))
+            passed = returns
+            if isinstance(child, (ast.Try, ast.TryStar, ast.With)):
+                passed = False
+            elif isinstance(child, (ast.If, ast.For, ast.While, ast.Match)) and returns is None:
+                passed = True
             if isinstance(child, (ast.For, ast.AsyncFor, ast.While)):
-                visit(ast.Module(body=child.body, type_ignores=[]), True)
-                visit(ast.Module(body=child.orelse, type_ignores=[]), in_loop)
+                visit(ast.Module(body=child.body, type_ignores=[]), True, passed)
+                visit(ast.Module(body=child.orelse, type_ignores=[]), in_loop, passed)
             else:
-                visit(child, in_loop)
+                visit(child, in_loop, passed)
 
-    visit(ast.Module(body=node.body, type_ignores=[]), False)
+    visit(ast.Module(body=node.body, type_ignores=[]), False, None)
+
+
+def _refusal(jump: str, place: Any, filename: str) -> tuple[str, tuple[Any, ...]]:
+    """Return the arguments of the ``SyntaxError`` for a jump out of a block."""
+    line = place.lineno
+    text = (
+        f"`{jump}` at {filename}:{line} would leave a block that runs later, together with the model. "
+        "Save what you need and use it after the block."
+    )
+    columns = place.col_offset + 1, place.end_col_offset + 1
+    return text, (filename, line, columns[0], linecache.getline(filename, line), place.end_lineno, columns[1])

@@ -49,7 +49,10 @@ def expected(model: TransformersModel, tiny: Tiny, factor: float) -> tuple[torch
         inner.append(value)
         return (value * factor, *output[1:]) if isinstance(output, tuple) else value * factor
 
-    hooks = [layer.register_forward_hook(scale), module.register_forward_hook(lambda _, __, output: outer.append(first_tensor(output)))]
+    def keep(_: Any, __: Any, output: Any) -> None:
+        outer.append(first_tensor(output).clone())  # some pipelines change it afterwards
+
+    hooks = [layer.register_forward_hook(scale), module.register_forward_hook(keep)]
     try:
         model.pipeline(given(tiny), **tiny.options)
     finally:

@@ -145,8 +145,6 @@ def test_options_of_loading() -> None:
     assert TransformersModel("nnsight/demo", attn_implementation="eager").attn_implementation == "eager"
     with pytest.raises(ValueError, match="contradict"):
         TransformersModel("nnsight/demo", device="cpu", device_map="auto")
-    with pytest.raises(ImportError, match="bitsandbytes"):
-        TransformersModel("nnsight/demo", dtype="nf4")
     with pytest.raises(TypeError, match="options for loading"):
         TransformersModel(TINY["fill-mask"].module(), dtype="float16")
 

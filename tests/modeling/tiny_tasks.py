@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import torch
 import transformers as t
@@ -45,6 +48,20 @@ def image(number: int = 0, width: int = 12) -> Image.Image:
 
 def sound(length: int = 400) -> np.ndarray[Any, Any]:
     return np.random.default_rng(0).normal(size=length).astype(np.float32)
+
+
+@functools.cache
+def video() -> str:
+    """Return the path of a film of six pictures."""
+    path = f"{tempfile.mkdtemp()}/film.mp4"
+    with av.open(path, "w") as film:
+        stream = film.add_stream("mpeg4", rate=5)
+        stream.width = stream.height = 16
+        stream.pix_fmt = "yuv420p"
+        for number in range(6):
+            film.mux(stream.encode(av.VideoFrame.from_ndarray(np.full((16, 16, 3), number * 30, dtype=np.uint8), format="rgb24")))
+        film.mux(stream.encode())
+    return path
 
 
 def images(**options: Any) -> Any:
@@ -107,6 +124,12 @@ def _whisper() -> Any:
     ids = {"decoder_start_token_id": 2, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "suppress_tokens": None,
            "begin_suppress_tokens": None}  # fmt: skip
     return t.WhisperConfig(vocab_size=len(WORDS), **sizes, **ids)
+
+
+def _tapas_tokenizer() -> Any:
+    words = Path(tempfile.mkdtemp()) / "words.txt"
+    words.write_text("\n".join([*WORDS[:5], "[EMPTY]", *WORDS[5:]]))
+    return t.TapasTokenizer(str(words), model_max_length=64)
 
 
 def _mels(**options: Any) -> Any:
@@ -172,6 +195,14 @@ TINY = {
         Tiny("document-question-answering", "LayoutLMForQuestionAnswering", functools.partial(t.LayoutLMConfig, **TEXT),
              "layoutlm.encoder.layer.0.intermediate",
              {"image": None, "question": "the cat ?", "word_boxes": [("a", [0, 0, 9, 9]), ("mat", [10, 0, 19, 9])]}, _TEXTS),
+        Tiny("table-question-answering", "TapasForQuestionAnswering",
+             functools.partial(t.TapasConfig, **{**TEXT, "vocab_size": len(WORDS) + 1}, type_vocab_sizes=[3, 256, 256, 2, 256, 256, 10],
+                               max_num_rows=8, max_num_columns=4),
+             "tapas.encoder.layer.0.intermediate",
+             {"table": {"this": ["cat", "dog"], "example": ["red", "blue"]}, "query": "the dog ?"}, {"tokenizer": _tapas_tokenizer}),
+        Tiny("video-classification", "VideoMAEForVideoClassification",
+             functools.partial(t.VideoMAEConfig, **PATCHES, num_frames=2, tubelet_size=2), "videomae.encoder.layer.0.intermediate", video(),
+             {"image_processor": functools.partial(t.VideoMAEImageProcessorPil, size={"shortest_edge": 8}, crop_size=SQUARE)}),
         Tiny("text-generation", "GPT2LMHeadModel",
              functools.partial(t.GPT2Config, vocab_size=len(WORDS), n_embd=16, n_layer=2, n_head=2, n_positions=64,
                                bos_token_id=2, eos_token_id=3),

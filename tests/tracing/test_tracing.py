@@ -22,7 +22,7 @@ from nnsight import NNsight
 from nnsight.tracing import Tracer
 from nnsight.tracing.parsing import parse
 
-from ..conftest import Rows, both, same
+from ..conftest import Rows, assert_no_instrumentation, both, same
 
 
 def make() -> NNsight:
@@ -388,6 +388,8 @@ JUMPS = {
     "break": "def run(model, x):\n    for _ in range(2):\n        with model.trace(x):\n            break\n",
     "continue": "def run(model, x):\n    for _ in range(2):\n        with model.trace(x):\n            continue\n",
     "nested": "def run(model, x):\n    with model.trace(x):\n        if model:\n            return 1\n",
+    "hidden": "def run(model, x):\n    with model.trace(x):\n        try:\n            if False:\n                return 1\n"
+    "        except Exception:\n            pass\n",
     "else": "def run(model, x):\n    while True:\n        with model.trace(x):\n            for _ in ():\n"
     "                pass\n            else:\n                break\n",
     "await": "async def run(model, x):\n    with model.trace(x):\n        await model\n",
@@ -406,6 +408,31 @@ def test_jumps_out_of_the_block(model: NNsight, tmp_path: Path, name: str) -> No
                 result.send(None)
             finally:
                 result.close()
+
+
+@both
+def test_a_return_that_is_passed_by(model: NNsight, compile: bool) -> None:
+    """It is an error where it is reached, behind what the block has done."""
+
+    def collected(limit: float) -> Any:
+        found = []
+        with model.trace(X, compile=compile):
+            for layer in (model[0], model[2]):
+                hidden = layer.output
+                if hidden is None:
+                    return None
+                found.append(hidden.save())
+            while hidden.abs().sum() > limit:
+                return found
+        return found
+
+    first, last = collected(1e9)
+    assert torch.equal(first, hidden_of(model))
+    torch.testing.assert_close(last, model._module(X))
+    with pytest.raises(SyntaxError, match=r"`return` at .*test_tracing.py:\d+ would leave a block") as info:
+        collected(-1.0)
+    assert info.value.lineno == collected.__code__.co_firstlineno + 9
+    assert_no_instrumentation(model._module)
 
 
 def test_a_tracer_without_a_model() -> None:

@@ -54,7 +54,7 @@ class Recording(PieceRunner):
         before = run.check_replacement, run.check_skip, run.check_location
         run.check_replacement, run.check_skip, run.check_location = self._check_replacement, self._check_skip, self._check_location
         try:
-            with stage("record"), shown, self:
+            with stage("record"), shown, self.modes.of_a_block(), self:
                 index = 0
                 while run.waited:  # a block has code left to run
                     tap = self._next_stop(index)
@@ -76,7 +76,7 @@ class Recording(PieceRunner):
             raise
         except BaseException as error:
             if error is run.failure:  # one of a block: the others end while what they hold can still be computed
-                with shown, self:
+                with shown, self.modes.of_a_block(), self:
                     run.end_blocks()
             if isinstance(error, Exception):
                 self._compute_what_is_held()

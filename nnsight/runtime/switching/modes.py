@@ -75,12 +75,14 @@ class Modes:
     inference: bool  # whether inference mode is on
     autocast: tuple[Any, ...]  # whether autocast has its cache, then device and dtype of each that is on; empty if none is
     dispatch: tuple[Any, Any]  # the dispatch keys that are added to and left out of each call
+    subclasses: bool  # whether subclasses of tensors see calls; dynamo hides those that it has put into a graph already
 
     @staticmethod
     def now() -> Modes:
         """Return the modes of the current thread."""
         dispatch = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
-        return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast_now(), dispatch)
+        subclasses = torch._C._is_torch_function_enabled() or torch._C._is_torch_function_all_disabled()
+        return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast_now(), dispatch, subclasses)
 
     def keys(self) -> contextlib.AbstractContextManager[None]:
         """Dispatch calls as in these modes, also inside of an operator, where torch leaves out what has been done before."""
@@ -93,6 +95,7 @@ class Modes:
             torch.is_grad_enabled() == self.grad
             and torch.is_inference_mode_enabled() == self.inference
             and self.autocast_holds
+            and (self.subclasses or not torch._C._is_torch_function_enabled())
         )
 
     @property
@@ -115,4 +118,10 @@ class Modes:
                 for kind, dtype in self.autocast[1:]:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self.autocast[0]))
             stack.enter_context(self.keys())
+            if not self.subclasses:
+                stack.enter_context(torch._C.DisableTorchFunctionSubclass())
             yield
+
+    def of_a_block(self) -> contextlib.AbstractContextManager[None]:
+        """Have subclasses of tensors see the calls of a block that is resumed inside a graph with these modes."""
+        return contextlib.nullcontext() if self.subclasses else torch._C._EnableTorchFunction()

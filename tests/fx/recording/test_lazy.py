@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -82,3 +83,37 @@ def test_attributes_that_a_block_sets_on_a_tensor_stay_on_it(cut: bool) -> None:
             late.layer = [hidden.layer]
         assert type(late) is torch.Tensor and vars(late) == {"layer": [1]}
         assert seen[-1] == 1
+
+
+class Seeing(torch.nn.Parameter):
+    """A parameter that sees the calls with it, as those of quantised models do."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_calls_of_a_block_are_seen_where_the_graph_hides_those_of_tensor_subclasses(backend: str) -> None:
+    """Dynamo puts what subclasses do into a graph, and calls the graph without asking them again."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    net[0].weight = Seeing(net[0].weight.detach().clone())
+    model, x = NNsight(net, compile={"backend": backend}), torch.randn(3, 4)
+    for _ in range(3):
+        with model.trace(x) as tracer:
+            hidden = model[1].output
+            loss = hidden.square().sum().save()
+            loss.backward()
+        assert tracer.report.mode == "compiled" and loss.requires_grad
+        found, net[0].weight.grad = net[0].weight.grad, None
+        net[1](net[0](x)).square().sum().backward()
+        torch.testing.assert_close(found, net[0].weight.grad)
+        net.zero_grad()
+    with model.trace(x) as tracer:
+        hidden = model[1].output
+        if hidden.sum() > -100:
+            hidden[:] = net[0](hidden)
+        logits = model[2].output.save()
+    assert tracer.report.mode == "compiled" and len(tracer.report.breaks) == 1
+    torch.testing.assert_close(logits, net[2](net[0](net[1](net[0](x)))))

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.amp import autocast_mode
 from torch.autograd import grad_mode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...runtime.report import Break
 from ..block_events import State
@@ -146,6 +147,7 @@ class CapturedGraph:
 
     Attributes:
         each_size: Whether it is lowered for each combination of sizes by itself, because the backend could not for all of them.
+        has_subclasses: Whether it is called with tensors of subclasses, such as quantised weights, that do some operations their own way.
         compares_tensors: Whether the model asks whether two tensors are one object, and was captured with the answer.
         passed: The locations of the taps, in their order.
         tap_number: Number of the tap, for each tap's node.
@@ -198,6 +200,7 @@ class CapturedGraph:
             symbol = example.node.expr if isinstance(example, torch.SymInt) else None
             if symbol is not None and symbol.is_symbol and all(symbol != known for _, known in self.symbols):  # not by identity
                 self.symbols.append((index, symbol))
+        self.has_subclasses = any(is_traceable_wrapper_subclass(node.meta.get("example_value")) for node in self.placeholders)
         self.cuts: set[Break] = set()
         self.start = State()
         self.whole: Any = None  # the uncut graph as a piece, made by its first recording

@@ -28,7 +28,9 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ...runtime.switching.mode_stacks import unseen
 from ...runtime.switching.modes import thread_state
 from ..capturing.graph import CapturedGraph
 from ..effects import overloads_of
@@ -178,7 +180,8 @@ class Plan:
         grad = torch.set_grad_enabled(torch.is_grad_enabled())  # the graph may switch it
         layers = torch._C._functorch
         depth = layers.get_dynamic_layer_stack_depth()
-        with prepared.symbols.mode, enable_python_dispatcher(), torch._C.DisableTorchFunction(), grad:
+        subclasses = any(map(is_traceable_wrapper_subclass, prepared.fakes))
+        with prepared.symbols.mode, enable_python_dispatcher(), unseen(subclasses), grad:
             try:
                 self._run()
             finally:  # a run that has failed inside of a `vmap` of the model is still in it

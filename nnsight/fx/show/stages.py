@@ -18,6 +18,7 @@ import torch
 
 from ...runtime.errors import UncompiledWarning
 from ...runtime.report import Report
+from ...runtime.switching.mode_stacks import unseen
 from ...tracing.errors import PACKAGE_DIRECTORY, user_position_now
 from ..counters import stage
 from ..splicing.pieces import SplicedGraph
@@ -41,7 +42,7 @@ def run_lowered(report: Report, ran: RanPiece, arguments: Sequence[Any]) -> list
     function, filename = debug.dumped(report, ran)
     grad = torch.is_grad_enabled()
     try:
-        with torch._C.DisableTorchFunction(), stage("run"):
+        with unseen(ran.graph.has_subclasses), stage("run"):
             if function is ran.lowered.function and not torch.autograd.profiler._is_profiler_enabled:
                 direct = ran.lowered.direct
                 results = list((direct.call or direct.first)(list(arguments)))  # generated code empties its list

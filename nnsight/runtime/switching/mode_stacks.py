@@ -29,6 +29,24 @@ from torch._C._autograd import (
 from torch.utils._device import DeviceContext
 
 
+def unseen(subclasses: bool) -> contextlib.AbstractContextManager[Any]:
+    """Let no function mode see the calls of a graph.
+
+    Subclasses of tensors see them if ``subclasses`` says that the graph leaves it to them, and dynamo has not hidden the calls.
+    """
+    if subclasses and torch._C._is_torch_function_enabled():
+        return _without_function_modes()
+    return torch._C.DisableTorchFunction()
+
+
+@contextlib.contextmanager
+def _without_function_modes() -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for _ in range(_len_torch_function_stack()):
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        yield
+
+
 def default_devices() -> tuple[torch.device, ...] | None:
     """Return the devices of ``torch.device`` contexts and ``torch.set_default_device``; ``None`` if another function mode is on."""
     count = _len_torch_function_stack()

@@ -117,3 +117,68 @@ def test_calls_of_a_block_are_seen_where_the_graph_hides_those_of_tensor_subclas
         logits = model[2].output.save()
     assert tracer.report.mode == "compiled" and len(tracer.report.breaks) == 1
     torch.testing.assert_close(logits, net[2](net[0](net[1](net[0](x)))))
+
+
+class Quantised(torch.Tensor):
+    """Weights of which linear layers are all that knows a way, as those of torchao."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> Any:
+        return cls(parts["codes"], parts["scale"])
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            x, weight, bias = args
+            return torch.nn.functional.linear(x, weight.codes.to(x.dtype), bias) * weight.scale
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default, torch.ops.aten.clone.default):
+            return cls(func(args[0].codes), func(args[0].scale))
+        raise NotImplementedError(f"{func} of quantised weights")
+
+
+def quantised() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    for layer in (net[0], net[2]):
+        codes = torch.randint(-8, 8, layer.weight.shape, dtype=torch.int8)
+        layer.weight = torch.nn.Parameter(Quantised(codes, torch.tensor(0.1)), requires_grad=False)
+    return net
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("grad", [True, False])
+def test_weights_that_do_linear_layers_their_own_way(backend: str, grad: bool) -> None:
+    net = quantised()
+    model = NNsight(net, compile={"backend": backend})
+    with torch.set_grad_enabled(grad):
+        for rows in (3, 3, 5):
+            x = torch.randn(rows, 4)
+            with model.trace(x) as tracer:
+                hidden = model[1].output.save()
+                model[1].output = hidden * 2
+                again = model[2](hidden).save()
+                logits = model[2].output.save()
+            assert tracer.report.mode == "compiled"
+            assert [cut.reason for cut in tracer.report.breaks] == ["`linear` needs a concrete value"]  # where the block calls it
+            plain = net[1](net[0](x))
+            for found, expected in ((hidden, plain), (again, net[2](plain)), (logits, net[2](plain * 2))):
+                torch.testing.assert_close(found, expected)
+                assert found.requires_grad == expected.requires_grad

@@ -132,6 +132,9 @@ class Quantised(torch.Tensor):
     def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
         self.codes, self.scale = codes, scale
 
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Quantised({self.codes}, {self.scale})"  # torch 2.11 prints it
+
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["codes", "scale"], None
 

@@ -16,6 +16,7 @@ import torch
 
 from ...runtime.interleaver import active_run
 from ...runtime.report import Report
+from ...runtime.switching.mode_stacks import unseen
 from ...runtime.switching.modes import replay_state
 from ..counters import counters
 from ..recording.journal import Journal, Listening, journal_of_run
@@ -80,7 +81,7 @@ class _Straight(Playback):
         self.report = plan.report
         grad = torch.is_grad_enabled()
         try:
-            with torch._C.DisableTorchFunction():
+            with unseen(graph.has_subclasses):
                 computed = plan.function([*variant.take(inputs), *externals, *plan.numbers])
         except BaseException as error:
             torch.set_grad_enabled(grad)
@@ -94,8 +95,6 @@ class _Straight(Playback):
         """Return how to make this call again at once; ``None`` if something in it depends on more than the metadata of tensors."""
         variant, ran = effects.variant, effects.ran
         if ran is None or not variant.still_runs(ran.lowered) or ran.lowered.partial or ran.lowered.uncompiled:
-            return None
-        if ran.graph.has_subclasses:  # it may leave calls to them
             return None
         call, together = ran.lowered.direct.call, sharing_of(self._tensors, inputs, False)
         results = [self._values[index] for index in effects.alive]

@@ -28,6 +28,7 @@ PATCHES: dict[str, Any] = {**SIZES, "image_size": 8, "patch_size": 4}
 SOUND: dict[str, Any] = {**SIZES, "vocab_size": len(WORDS), "conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2),
                          "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "num_feat_extract_layers": 2,
                          "pad_token_id": 0, "classifier_proj_size": 8, "mask_time_prob": 0.0, "layerdrop": 0.0}  # fmt: skip
+FILES = tempfile.TemporaryDirectory()  # removed with the process
 LABELS = {"id2label": {0: "O", 1: "ANIMAL", 2: "ENTAILMENT"}, "label2id": {"O": 0, "ANIMAL": 1, "ENTAILMENT": 2}}
 
 
@@ -53,7 +54,7 @@ def sound(length: int = 400) -> np.ndarray[Any, Any]:
 @functools.cache
 def video() -> str:
     """Return the path of a film of six pictures."""
-    path = f"{tempfile.mkdtemp()}/film.mp4"
+    path = f"{FILES.name}/film.mp4"
     with av.open(path, "w") as film:
         stream = film.add_stream("mpeg4", rate=5)
         stream.width = stream.height = 16
@@ -127,7 +128,7 @@ def _whisper() -> Any:
 
 
 def _tapas_tokenizer() -> Any:
-    words = Path(tempfile.mkdtemp()) / "words.txt"
+    words = Path(FILES.name) / "words.txt"
     words.write_text("\n".join([*WORDS[:5], "[EMPTY]", *WORDS[5:]]))
     return t.TapasTokenizer(str(words), model_max_length=64)
 

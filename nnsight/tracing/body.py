@@ -95,7 +95,7 @@ def refuse_jumps(node: ast.With, filename: str) -> None:
     """
 
     def visit(current: ast.AST, in_loop: bool, returns: bool | None) -> None:
-        """Look below a node; ``returns`` says whether ``return`` is an error where it is reached; None where it always is reached."""
+        """Look below a node. ``returns`` is True below a condition, False where an error may be hidden, and None where neither is so."""
         for child in ast.iter_child_nodes(current):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
                 continue

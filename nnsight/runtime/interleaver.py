@@ -10,6 +10,7 @@ One interleaver is one run. The active one is in a context variable and never on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,7 @@ class Interleaver:
         self.uncounted: set[str] = set()  # functions whose operations the run passed before a block mentioned one of them
         self._on_blocks_done = on_blocks_done
         self.waited = Waited()  # number of mediators waiting, by location; a driver calls `handle` for these
-        self.counts: dict[str, int] = {}  # how often the run has passed each location; a driver counts the others itself
+        self.counts: Counter[str] = Counter()  # how often the run has passed each location; a driver counts the others itself
         self.current: Mediator | None = None  # the mediator whose code is running; `None` while the model runs
         self.at: tuple[str, int] | None = None  # the location and occurrence that is being handled
         self._lending: list[Mediator | None] = []  # blocks that have lent their turn to a module that they call

@@ -11,16 +11,17 @@ A lowering has two steps. :func:`prepare` makes the fakes and needs the real inp
 later and on another thread.
 
 A backend returns generated code inside of several wrappers, which switch dynamo off, keep statistics, and prepare inputs and outputs for
-autograd. For a graph that computes no gradients, writes to no input and returns no view of one, they do nothing, but take about 90 µs in
-the middle of a model. A model in regions pays that for each layer. They also keep inputs alive that are no longer needed. So the first
-call goes through the wrappers and is watched (:class:`Direct`). If the generated code got exactly the inputs, if its results came back
-unchanged, and if modes, versions of tensors and their attributes stayed as they were, later calls go to the generated code. They pass
-their inputs in a list, which the code empties, so memory is free as early as in an uncut graph. Under a profiler all calls go through
-the wrappers, because Inductor names its ranges there.
+autograd. For a graph that computes no gradients and returns no view of an input, they do nothing but count that inputs were written to,
+and take about 90 µs in the middle of a model. A model in regions pays that for each layer. They also keep inputs alive that are no longer
+needed. So the first call goes through the wrappers and is watched (:class:`Direct`). If the generated code got exactly the inputs, if its
+results came back unchanged, and if modes and attributes of tensors stayed as they were, later calls go to the generated code, and count
+the writes. They pass their inputs in a list, which the code empties, so memory is free as early as in an uncut graph. Under a profiler all
+calls go through the wrappers, because Inductor names its ranges there.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
@@ -29,6 +30,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.graph import increment_version
 
 from ...runtime.switching.modes import thread_state
 from .. import progress
@@ -68,7 +70,7 @@ class InOwnMemory:
             self._positions = [
                 position
                 for position, result in enumerate(made)
-                if isinstance(result, torch.Tensor) and (own := _storage(result)) not in taken and storages[own] == 1
+                if isinstance(result, torch.Tensor) and (own := _storages([result])[0]) not in taken and storages[own] == 1
             ]
         for position in self._positions:
             result = made[position]
@@ -76,12 +78,13 @@ class InOwnMemory:
         return made
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+_number_of = operator.attrgetter("_cdata")
 
 
 def _storages(values: Sequence[Any]) -> list[int]:
-    return [_storage(value) for value in values if isinstance(value, torch.Tensor)]
+    """Return the storage of each tensor; a call of a generation asks for those of all its inputs."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return list(map(_number_of, map(torch.Tensor.untyped_storage, tensors)))
 
 
 class Direct:
@@ -121,26 +124,30 @@ class Direct:
         generated = holder.current_callable
 
         def watch(handed: list[Any]) -> Sequence[Any]:
-            given, state = list(handed), thread_state()
+            given, state, before = list(handed), thread_state(), _versions(handed)
             made = generated(handed)
-            calls.append((given, list(made), state))
+            calls.append((given, list(made), state, _changes(before, _versions(given))))
             return made
 
-        given, before = list(inputs), (thread_state(), _versions(inputs))
+        given, state, versions = list(inputs), thread_state(), _versions(inputs)
         holder.current_callable = watch
         try:
             results: Sequence[Any] = self._inner(*inputs)
         finally:
             holder.current_callable = generated
+        changes = _changes(versions, _versions(given))
         changes_nothing = (
             len(calls) == 1
             and _are_same(calls[0][0], given)
             and _are_same(calls[0][1], results)
-            and calls[0][2] == before[0]
-            and (thread_state(), _versions(given)) == before
+            and calls[0][2] == state == thread_state()
             and not any(isinstance(result, torch.Tensor) and vars(result) for result in results)
         )
         copies = self._copies
+        counted = [changed - inside for changed, inside in zip(changes, calls[0][3], strict=True)] if changes_nothing else []
+        if any(counted):
+            changes_nothing = {*counted} == {0, 1}
+            generated = _counting(generated, [position for position, count in enumerate(counted) if count])
         if copies is None:
             self.call = generated if changes_nothing else self.whole
             return results
@@ -152,9 +159,25 @@ def _are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
     return len(ones) == len(others) and all(one is other for one, other in zip(ones, others, strict=True))
 
 
-def _versions(inputs: Sequence[Any]) -> list[int | None]:
+def _versions(inputs: Sequence[Any]) -> list[int]:
     """Return how often each tensor has been written to; tensors of inference mode do not count that."""
-    return [tensor._version if isinstance(tensor, torch.Tensor) and not tensor.is_inference() else None for tensor in inputs]
+    return [tensor._version if isinstance(tensor, torch.Tensor) and not tensor.is_inference() else 0 for tensor in inputs]
+
+
+def _changes(before: Sequence[int], after: Sequence[int]) -> list[int]:
+    return [new - old for old, new in zip(before, after, strict=True)]
+
+
+def _counting(generated: Boxed, written: Sequence[int]) -> Boxed:
+    """Return a call of ``generated`` that counts a write to each input at the positions ``written``, as its wrappers do."""
+
+    def call(inputs: list[Any]) -> Sequence[Any]:
+        edited = [inputs[position] for position in written]
+        made = generated(inputs)
+        increment_version(edited)
+        return made
+
+    return call
 
 
 class Placement(NamedTuple):
@@ -217,10 +240,13 @@ class Lowered:
 
 def sharing_of(inputs: Sequence[Any]) -> tuple[int, ...]:
     """Return, for each input, the first one that it shares memory with; empty if none does."""
-    storages = [item.untyped_storage()._cdata if isinstance(item, torch.Tensor) else -1 - n for n, item in enumerate(inputs)]
+    storages = _storages(inputs)
+    if len({*storages}) == len(storages):
+        return ()
     first: dict[int, int] = {}
-    found = tuple(first.setdefault(storage, position) for position, storage in enumerate(storages))
-    return found if len(first) < len(found) else ()
+    storage = iter(storages)
+    numbers = [next(storage) if isinstance(item, torch.Tensor) else -1 - position for position, item in enumerate(inputs)]
+    return tuple(first.setdefault(number, position) for position, number in enumerate(numbers))
 
 
 @dataclass(frozen=True, eq=False)

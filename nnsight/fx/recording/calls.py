@@ -19,7 +19,7 @@ from ...tracing.saving import keep_mark
 from ..block_events import Call, ValueNumber
 from ..splicing.pieces import references
 from .autograd_state import wants_grad
-from .events import EventRecorder, NotLowerableError, fake_or_self, integers, storage_of, user_position
+from .events import EventRecorder, NotLowerableError, fake_or_self, integers, storage_of, storages_of, user_position
 from .failing_calls import error_on_values, handler, is_possible, may_fail_by_values
 from .functions import (
     ABOUT_GRADIENTS,
@@ -62,7 +62,7 @@ class CallRecorder(EventRecorder):
         if LazyTensor in types or (self.random and getattr(function, "__name__", "") in RANDOM):
             return self.call(function, args, kwargs)
         edits = edits_in_place(function)
-        if (edits or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
+        if (edits or self.used or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
             return self.call(function, args, kwargs)
         result = function(*args, **kwargs)
         self.note_shown(function, result)
@@ -129,16 +129,13 @@ class CallRecorder(EventRecorder):
 
     def _touches_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], edits: bool) -> bool:
         """Whether a call on tensors from outside must keep its order with the graph's own use of them."""
-        storages = {
-            storage_of(leaf)
-            for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, torch.Tensor) and not isinstance(leaf, fake_tensor.FakeTensor)
-        }
-        if not storages.isdisjoint(self.used_storages):
+        leaves = pytree.tree_leaves((args, kwargs))
+        storages = storages_of([leaf for leaf in leaves if not isinstance(leaf, fake_tensor.FakeTensor)])
+        if not storages.isdisjoint(self.storages_in_use()):
             return True
         if edits and storages:
             if self._input_storages is None:
-                self._input_storages = {storage_of(item) for item in self.inputs if isinstance(item, torch.Tensor)}
+                self._input_storages = storages_of(self.inputs)
             return not storages.isdisjoint(self._input_storages)
         return False
 
@@ -290,7 +287,7 @@ class CallRecorder(EventRecorder):
             return name == "is_leaf" or None
         if is_lazy and name == "is_leaf":
             return False
-        if is_lazy or storage_of(tensor) in self.used_storages:  # an edit that waits for the graph may change it
+        if is_lazy or storage_of(tensor) in self.storages_in_use():  # an edit that waits for the graph may change it
             return self.demand(function, args, kwargs, f"`{name}` is known once the graph has run")
         return self._outside(function, args, kwargs)
 

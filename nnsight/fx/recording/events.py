@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 import sysconfig
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -125,8 +125,16 @@ class EventRecorder(TorchFunctionMode):
         self.lifted: list[torch.Tensor] = []
         self.numbers: tuple[int | float, ...] = ()
         self.sizes = self.binding  # and behind them the integers among the numbers
+        self.used: list[torch.Tensor] = []  # see `storages_in_use`
         self.used_storages: set[int] = set()
         self._input_storages: set[int] | None = None
+
+    def storages_in_use(self) -> set[int]:
+        """Return the storages of tensors that the graph uses, or edits, before calls of the block that are still to come."""
+        if self.used:
+            self.used_storages |= storages_of(self.used)
+            self.used = []
+        return self.used_storages
 
     def note_shown(self, function: Any, result: Any) -> None:
         """Note a call on real tensors whose result, such as a NumPy array, shows the memory of one."""
@@ -197,7 +205,7 @@ class EventRecorder(TorchFunctionMode):
             and index.dim() == 0
             and index.device.type == "cpu"
             and index.dtype in _INDEX_TYPES
-            and storage_of(index) not in self.used_storages  # else an edit of it may be recorded, and not done yet
+            and storage_of(index) not in self.storages_in_use()  # else an edit of it may be recorded, and not done yet
         ):
             return int(index)
         return index
@@ -238,10 +246,10 @@ class EventRecorder(TorchFunctionMode):
         index = self.external_index.get(id(tensor))
         if index is not None:
             return External(index)
-        self.used_storages.add(storage_of(tensor))
-        for position, item in enumerate(self.inputs):
-            if item is tensor:
-                return Input(position)
+        self.used.append(tensor)
+        inputs = list(map(id, self.inputs))
+        if id(tensor) in inputs:
+            return Input(inputs.index(id(tensor)))
         if tensor.layout is not torch.strided:
             raise NotLowerableError(f"a tensor with layout {tensor.layout}")
         source = self._input_behind(tensor)
@@ -382,6 +390,12 @@ def integers(numbers: tuple[int | float, ...]) -> tuple[int, ...]:
 def storage_of(tensor: torch.Tensor) -> int:
     with torch._C.DisableTorchFunction():
         return tensor.untyped_storage()._cdata
+
+
+def storages_of(values: Iterable[Any]) -> set[int]:
+    """Return the storages of the tensors among ``values``."""
+    with torch._C.DisableTorchFunction():
+        return {value.untyped_storage()._cdata for value in values if isinstance(value, torch.Tensor)}
 
 
 def fake_or_self(tensor: torch.Tensor) -> torch.Tensor:

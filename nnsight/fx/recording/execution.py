@@ -25,7 +25,7 @@ from ..show.explaining import RanPiece
 from ..show.stages import run_lowered
 from ..splicing.pieces import Piece, as_argument
 from .calls import NEVER_COMPUTED, CallRecorder
-from .events import storage_of, user_position
+from .events import user_position
 from .functions import ABOUT_BACKWARD, instead_of, name_of
 from .lazy import LazyTensor, become, real_of
 
@@ -67,7 +67,7 @@ class PieceRunner(CallRecorder):
     def _begin(self, piece: Piece) -> None:
         """Start a piece of the graph with nothing recorded in it."""
         self.piece = piece
-        self.used_storages |= set(map(storage_of, self.run.inputs))
+        self.used += self.run.inputs
         self._edits = iter(self.graph.edits_in(piece))
         self._next_edit = next(self._edits, None)  # of an input by the model, which the walk has not come to
         self.value_of: dict[torch.fx.Node, int] = {}
@@ -102,7 +102,7 @@ class PieceRunner(CallRecorder):
         if isinstance(reference, ValueNumber):
             return self.lazy(reference.index)
         tensor = (self.inputs if isinstance(reference, Input) else self.externals)[reference.index]
-        self.used_storages.add(storage_of(tensor))
+        self.used.append(tensor)
         return tensor
 
     def demand(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
@@ -273,9 +273,8 @@ class PieceRunner(CallRecorder):
                     self.state.variants[key] = variant
         if self.journal is not None:
             self.journal.ran(self, variant, alive, stop)
-        arguments = [*(self.inputs[index] for index in variant.spliced.inputs), *self.externals]
+        arguments = [*variant.take(self.inputs), *self.externals, *map(as_argument, self.numbers)]
         sizes = self.binding + self.numbers
-        arguments += map(as_argument, self.numbers)
         lowered, made = variant.lowered_for(sizes, arguments) if lower else (variant.unlowered(), 0)
         self.report.compiles += made
         ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)

@@ -37,7 +37,6 @@ from ..capturing.taps import Opaque, flatten
 from ..counters import counters, stage
 from .autograd_state import wanting_at
 from .deferred_outputs import DeferredOutput, is_of_root
-from .events import storage_of
 from .execution import PieceRunner
 from .functions import instead_of
 from .lazy import LazyTensor
@@ -93,13 +92,17 @@ class Recording(PieceRunner):
         """Return the first tap from number ``start`` on where a block waits, and count those before it; ``None`` if there is none."""
         run, counts, passed = self.run, self.run.counts, self.graph.passed
         waited, steps = run.waited.keys(), run.awaited_steps
-        for index in range(start, len(passed)):
-            location = passed[index]
-            count = counts.get(location, 0)
-            if (location in waited or count in steps) and run.is_waited(location):
-                return self.graph.taps[index]
-            counts[location] = count + 1
-        return None
+        while True:
+            stop = start if steps else self.graph.first_tap(waited, start)
+            if stop > start:
+                counts.update(passed[start:stop])
+            if stop >= len(passed):
+                return None
+            location = passed[stop]
+            if (location in waited or counts[location] in steps) and run.is_waited(location):
+                return self.graph.taps[stop]
+            counts[location] += 1
+            start = stop + 1
 
     def _stop_at(self, tap: Tap) -> None:
         self.tap = tap
@@ -126,7 +129,7 @@ class Recording(PieceRunner):
         """Record calls on those inputs of the piece that the model edits before node number ``position``: they have to see the edits."""
         while self._next_edit is not None and self._next_edit[0] < position:
             _, inputs = self._next_edit
-            self.used_storages |= {storage_of(self.inputs[index]) for index in inputs}
+            self.used += [self.inputs[index] for index in inputs]
             self._next_edit = next(self._edits, None)
 
     def _skip(self, tap: Tap) -> int:

@@ -202,18 +202,17 @@ def put_together(sources: tuple[Any, ...], structure: Any, values: Mapping[int, 
 
 def sharing_of(tensors: Sequence[torch.Tensor], inputs: Sequence[Any], edits: bool) -> tuple[int, ...]:
     """Describe which of ``tensors`` are one object, or share memory, with each other and with the inputs of a graph."""
-    ids = list(map(id, tensors))
-    positions = dict(zip(map(id, inputs), range(len(inputs)), strict=True))
-    described = [positions.get(number, -1) for number in ids]
+    ids, of_inputs = list(map(id, tensors)), list(map(id, inputs))
+    described = [of_inputs.index(number) if number in of_inputs else -1 for number in ids]
     if len(tensors) > 1 or edits:
         described += _firsts(ids)
         storages = [tensor.untyped_storage()._cdata for tensor in tensors]
         described += _firsts(storages)
         if edits:
-            of_inputs: set[int] = set()
+            shared: set[int] = set()
             if may_share(tensors, inputs):
-                of_inputs = {item.untyped_storage()._cdata for item in inputs if isinstance(item, torch.Tensor)}
-            described += [storage in of_inputs for storage in storages]
+                shared = {item.untyped_storage()._cdata for item in inputs if isinstance(item, torch.Tensor)}
+            described += [storage in shared for storage in storages]
     return tuple(described)
 
 

@@ -58,6 +58,7 @@ from .torch_compat import (
     stands_aside,
     why_followed_in_vain,
     why_it_ends,
+    why_python,
 )
 
 skip_code(INTERCEPTED_CODE)
@@ -185,6 +186,10 @@ class CompiledDriver:
             captures.note_start()
             with contextlib.suppress(NotCompiled):
                 return call_compiled(self.tree.root, args, kwargs)
+        why = why_python(self.fullgraph)
+        if why:
+            self._note_uncompiled(why, "Calls without it run compiled.")
+            return self.tree.root._call_impl(*args, **kwargs)
         with self._watched():
             return self._call_watched(function, args, kwargs)
 
@@ -436,7 +441,7 @@ def _report_now() -> Report | None:
 def _not_whole(report: Report) -> Break:
     """Return the break of a run in which no captured graph was the whole model, and no waiting block met a break."""
     filename, line = position_of(report)
-    reason = (
+    reason = f"the model runs uncompiled ({why})" if (why := why_python(False)) else (
         "the model breaks the graph (torch.compile did not capture its call as one, and ran what is between graphs as Python; "
         'TORCH_LOGS="graph_breaks,recompiles" says why)'
     )

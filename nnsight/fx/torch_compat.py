@@ -68,6 +68,23 @@ def stands_aside() -> bool:
     )
 
 
+def why_python(fullgraph: bool) -> str:
+    """Return why torch runs compiled functions as Python now; empty if it does not, or if that is torch's error with ``fullgraph=True``.
+
+    Without an error, dynamo would run a function that it is asked for now as Python from then on.
+    """
+    stance = eval_frame._stance
+    if stance.backend is not None:
+        return "`torch.compiler.set_stance(force_backend=...)` holds"
+    if stance.stance not in ("default", "eager_on_recompile", "fail_on_recompile"):
+        return f"`torch.compiler.set_stance({stance.stance!r})` holds"
+    modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
+    names = [type(mode).__name__ for mode in modes if not mode.is_infra_mode() and not mode.ignore_compile_internals()]
+    if fullgraph or not (names or dynamo_config.disable):
+        return ""
+    return f"torch.compile takes no calls under the dispatch mode `{names[-1]}`" if names else "`torch._dynamo.config.disable` is set"
+
+
 def is_outermost() -> bool:
     """Whether a call made here is outside of anything else that dynamo runs, and compiled functions run as usual."""
     return not (

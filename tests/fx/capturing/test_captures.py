@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from nnsight import NNsight, fx
+from nnsight import NNsight, UncompiledWarning, fx
 from nnsight.fx.capturing.dynamo import NotCompiled, caller_of_compiled
 from nnsight.runtime.modules.interception import Instrumentation
 
@@ -129,6 +132,45 @@ def test_a_stance_of_torch_holds(stance: str) -> None:
     assert fx.counters.captures == 1
     same(traced(model, x), by_hand(module, x))
     assert fx.counters.captures == 2
+
+
+class Watching(TorchDispatchMode):
+    """Sees each operator, as modes that count operations do."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("around", "before", "reason"),
+    [
+        (Watching, 0, "dispatch mode `Watching`"),
+        (Watching, 2, "dispatch mode `Watching`"),
+        (lambda: torch._dynamo.config.patch(disable=True), 0, "config.disable"),
+        (lambda: torch.compiler.set_stance("aot_eager_then_compile"), 0, "aot_eager_then_compile"),
+        (lambda: torch.compiler.set_stance("aot_eager_then_compile"), 2, "aot_eager_then_compile"),
+        (lambda: torch.compiler.set_stance("eager_then_compile"), 0, "eager_then_compile"),
+        (lambda: torch.compiler.set_stance("default", force_backend="aot_eager"), 0, "force_backend"),
+    ],
+)
+def test_what_torch_compiles_nothing_under_is_reported_and_later_calls_are_compiled(
+    around: Callable[[], Any], before: int, reason: str
+) -> None:
+    module = net()
+    model = NNsight(module, compile={"backend": "eager"})
+    for _ in range(before):
+        same(traced(model, X), by_hand(module, X))
+    with around(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UncompiledWarning)
+        with model.trace(X) as tracer:
+            model[0].output *= 2
+            out = model.output.save()
+        same(model(X), module(X))
+    same(out, by_hand(module, X))
+    (found,) = tracer.report.breaks
+    assert found.reason.startswith("the model runs uncompiled") and reason in found.reason
+    same(traced(model, X), by_hand(module, X))
+    assert fx.counters.captures == 1
 
 
 def test_a_compiled_function_inside_is_compiled_as_always() -> None:

@@ -21,7 +21,7 @@ import types
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -30,14 +30,21 @@ import torch
 
 from ..runtime.errors import UncompiledWarning
 from ..runtime.interleaver import ANYWHERE, Interleaver, active_interleaver
-from ..runtime.modules.interception import INTERCEPTED_CODE, INTERCEPTED_METHOD
+from ..runtime.modules.interception import INTERCEPTED_CODE
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Break, Capture, Report
 from ..runtime.tracer import Driver
 from ..tracing.errors import release_frames
 from . import progress
 from .capturing.captures import MAX_CAPTURES, Captures
-from .capturing.dynamo import NotCompiled, caller_of_compiled, new_caller, tensors_were_compared, watch_captures
+from .capturing.dynamo import (
+    NotCompiled,
+    caller_of_compiled,
+    kept_guards,
+    new_caller,
+    tensors_were_compared,
+    watch_captures,
+)
 from .capturing.graph import CapturedGraph
 from .lowering.backends import BackendCallable, resolve_backend
 from .lowering.region_plan import mark_stretches
@@ -50,6 +57,7 @@ from .replay.playback import Playback
 from .replay.replay import Replays
 from .show.stages import LIBRARIES, position_of
 from .torch_compat import (
+    dynamo_config,
     is_outermost,
     is_slow,
     is_whole_call,
@@ -314,13 +322,15 @@ class CompiledDriver:
                 self._code, self._captures, self._call_compiled = code, self._new_captures(code, version), None
                 regions = (lambda: None) if self._regions is None else weakref.ref(self._regions)
                 how = (self._lower_with, self.fullgraph, regions, self._background, code.co_name, self._captures)
-                self._function = torch.compile(
-                    function,
-                    backend=_CaptureBackend(*how),
-                    dynamic=self.options.get("dynamic"),
-                    fullgraph=self.fullgraph,
-                    options={"guard_filter_fn": functools.partial(_kept_guards, self._guard_filter)},
-                )
+                # Backward passes of a block are none of the function's, and its guards name functions that no other process has.
+                with dynamo_config.patch(compiled_autograd=False, caching_precompile=False):
+                    self._function = torch.compile(
+                        function,
+                        backend=_CaptureBackend(*how),
+                        dynamic=self.options.get("dynamic"),
+                        fullgraph=self.fullgraph,
+                        options={"guard_filter_fn": functools.partial(kept_guards, self._guard_filter)},
+                    )
                 watch_captures(self._function, self._captures.around)
                 self._call_compiled = caller_of_compiled(self._function, code)
                 self._version = version
@@ -348,25 +358,6 @@ def _check_options(options: dict[str, Any]) -> None:
     for name in _STAGES:
         if not isinstance(options.get(name, False), bool):
             raise TypeError(f"compile(): `{name}` is True or False, not {options[name]!r}.")
-
-
-def _kept_guards(chosen: Callable[..., Any] | None, guards: Sequence[Any]) -> list[bool]:
-    """Return which guards of a capture dynamo checks before each call.
-
-    Those on the intercepted calls, many for each module, always hold: the function was made for the interception of this version of the
-    tree, which is installed for each call.
-    """
-    kept = [True] * len(guards) if chosen is None else list(chosen(guards))
-    return [keep and not _is_ours(guard.name) for keep, guard in zip(kept, guards, strict=True)]
-
-
-def _is_ours(source: str) -> bool:
-    """Whether a guard is on a global of this package, or on an intercepted call as seen from the root.
-
-    Behind a break of the graph modules have frames of their own, where such a guard distinguishes modules of one class.
-    """
-    installed = source.startswith("the_model") and f".{INTERCEPTED_METHOD}." in f"{source}."
-    return installed or source.startswith("G['__import_nnsight_dot_")
 
 
 @dataclass(frozen=True, eq=False)

@@ -56,7 +56,10 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
         InvalidProgramError: If the program has something that is no part of a model, such as gradients or prints.
     """
     kept = [*module.parameters(), *module.buffers()]
-    baked = copy.deepcopy(module, {id(tensor): tensor for tensor in kept})
+    try:
+        baked = copy.deepcopy(module, {id(tensor): tensor for tensor in kept})
+    except Exception as error:  # one that FSDP has sharded, say
+        raise InvalidProgramError(f"These edits cannot be baked: the model cannot be copied: {error}") from error
     names = {}
     for name, tensor in values.items():
         names[name] = _free_name(baked, f"edit_{name if name.isidentifier() else f'constant_{name[1:]}'}")

@@ -85,7 +85,10 @@ class InlinedProgram:
         own = vars(module)
         if "forward" in own and below != {""}:  # it belongs to the original, and calls the modules in that
             raise InvalidProgramError(f"The module `{path}` has a forward of its own.")
-        made = copy.copy(module)
+        try:
+            made = copy.copy(module)
+        except Exception as error:  # one that FSDP has sharded, say
+            raise InvalidProgramError(f"The module `{path}` cannot be copied: {error}") from error
         made.__dict__.pop("_call_impl", None)  # of a run that is under way
         for name in _OWN:
             made.__dict__[name] = own[name].copy()

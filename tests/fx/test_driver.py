@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nnsight import NNsight, UncompiledWarning, fx
-from nnsight.fx import driver
+from nnsight.fx.capturing.dynamo import kept_guards
 
 from ..conftest import Hooks, assert_no_instrumentation, same
 
@@ -287,7 +287,7 @@ def test_guards_of_dynamo_are_those_of_the_model_only() -> None:
     same(out, net[0](x))
     offered = len(names)
     assert offered
-    guards = driver._kept_guards(None, [types.SimpleNamespace(name=name) for name in names])
+    guards = kept_guards(None, [types.SimpleNamespace(name=name) for name in names])
     left = [name for name, kept in zip(names, guards, strict=True) if kept]
     assert 0 < len(left) < offered
     assert not [name for name in left if "nnsight" in name or "_call_impl.__" in name]

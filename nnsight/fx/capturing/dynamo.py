@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ...runtime.modules.interception import INTERCEPTED_METHOD
 from ...runtime.rows.fakes import quiet_fakes
 from ...shared_changes import replaced
 from ..torch_compat import (
@@ -154,6 +155,25 @@ def _failed_guard(manager: Any, variables: dict[str, Any]) -> tuple[int, str]:
     except Exception as error:  # a guard may call code of the user
         parts = [f"{type(error).__name__} in a guard"]
     return checked, _LOCAL.sub(r"\1", parts[0].partition("\n")[0].partition("  # ")[0].strip()) if parts else ""
+
+
+def kept_guards(chosen: Callable[..., Any] | None, guards: Sequence[Any]) -> list[bool]:
+    """Return which guards of a capture dynamo checks before each call.
+
+    Those on the intercepted calls, many for each module, always hold: the function was made for the interception of this version of the
+    tree, which is installed for each call.
+    """
+    kept = [True] * len(guards) if chosen is None else list(chosen(guards))
+    return [keep and not _is_ours(guard.name) for keep, guard in zip(kept, guards, strict=True)]
+
+
+def _is_ours(source: str) -> bool:
+    """Whether a guard is on a global of this package, or on an intercepted call as seen from the root.
+
+    Behind a break of the graph modules have frames of their own, where such a guard distinguishes modules of one class.
+    """
+    installed = source.startswith("the_model") and f".{INTERCEPTED_METHOD}." in f"{source}."
+    return installed or source.startswith("G['__import_nnsight_dot_")
 
 
 def new_caller(root: torch.nn.Module) -> types.FunctionType:

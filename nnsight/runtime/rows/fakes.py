@@ -20,7 +20,7 @@ import threading
 import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -173,8 +173,9 @@ def fake_modules(
     """
     copies = {module: object.__new__(type(module)) for module in root.modules()}
     memo: dict[int, Any] = {id(module): made for module, made in copies.items()}
+    sharded = _sharded(copies)
     for tensor in (tensor for module in copies for tensor in (*module._parameters.values(), *module._buffers.values())):
-        if tensor is not None and tensor.device.type == "meta" and id(tensor) not in memo:
+        if tensor is not None and (tensor.device.type == "meta" or id(tensor) in sharded) and id(tensor) not in memo:
             with mode:
                 placed = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
             is_weight = isinstance(tensor, torch.nn.Parameter)
@@ -196,6 +197,15 @@ def fake_modules(
     return copies
 
 
+def _sharded(modules: Iterable[torch.nn.Module]) -> set[int]:
+    """Return the parameters that FSDP (``fully_shard``) gathers before a call, so that modules see all of them."""
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return set()
+    sharding = [module for module in modules if isinstance(module, fsdp.FSDPModule)]
+    return {id(parameter) for module in sharding for parameter in module.parameters() if hasattr(parameter, "_local_tensor")}
+
+
 def _about_copies(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
     """Return a function set on a module, such as a ``forward`` around the former one, that calls the copies instead."""
     bound = (torch.nn.Module, types.MethodType, functools.partial)
@@ -214,10 +224,10 @@ def _about_copies(function: types.FunctionType, memo: dict[int, Any]) -> types.F
 
 
 def _belongs(hook: Any) -> bool:
-    """Whether a hook is part of the model."""
+    """Whether a hook is part of the model; those of FSDP gather parameters, of which copies have all."""
     function = getattr(hook, "func", hook)
     defined_in = getattr(function, "__module__", None) or type(function).__module__
-    return defined_in.partition(".")[0] in _LIBRARIES
+    return defined_in.partition(".")[0] in _LIBRARIES and not defined_in.startswith("torch.distributed.fsdp")
 
 
 @contextlib.contextmanager

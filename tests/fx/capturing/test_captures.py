@@ -173,6 +173,21 @@ def test_what_torch_compiles_nothing_under_is_reported_and_later_calls_are_compi
     assert fx.counters.captures == 1
 
 
+@pytest.mark.parametrize("setting", ["compiled_autograd", "caching_precompile"])
+def test_settings_of_dynamo_that_change_how_functions_are_compiled(setting: str) -> None:
+    module = net()
+    with torch._dynamo.config.patch({setting: True}):
+        model = NNsight(module, compile={"backend": "aot_eager"})
+        for _ in range(2):
+            same(traced(model, X), by_hand(module, X))
+            with model.trace(X) as tracer:
+                hidden = model[0].output
+                with model.output.sum().backward():
+                    grad = hidden.grad.save()
+            assert tracer.report.graphs == 1
+            same(grad, torch.autograd.grad(module[1:](hidden := module[0](X)).sum(), hidden)[0])
+
+
 def test_a_compiled_function_inside_is_compiled_as_always() -> None:
     """A call that may not compile the model lets functions compile that run meanwhile."""
     compiled: list[int] = []

@@ -3,6 +3,9 @@
 A static cache of transformers makes its tensors when a layer first writes to it. In a compiled model that is inside of a graph. Then
 they are results of the first graph, and unknown inputs of those that follow: there is no CUDA graph of code that edits such inputs. Tensors
 that are there before are inputs with one address for the whole generation.
+
+The memory of a model's last cache is kept, and the next generation of this size gets it, unless a value that somebody has still lies in it.
+So CUDA graphs of the steps are recorded once, and not for each generation.
 """
 
 from __future__ import annotations
@@ -35,6 +38,26 @@ class _Part(NamedTuple):
         return torch.zeros((rows, self.heads, 0, self.size), dtype=self.dtype, device=self.device)
 
 
+class _Memory(NamedTuple):
+    """Where a tensor of a cache lies."""
+
+    storage: torch.UntypedStorage
+    size: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no tensor is left that lies there."""
+        return int(torch._C._storage_Use_Count(self.storage._cdata)) == 1
+
+    def cleared(self) -> torch.Tensor:
+        """Return a tensor of zeros there."""
+        return torch.empty(0, dtype=self.dtype, device=self.storage.device).set_(self.storage, 0, self.size).zero_()
+
+
+#: For each model, the kind of its last cache, and the attributes of the new layers, with memory in the place of tensors.
+_last: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, list[dict[str, Any]]]] = weakref.WeakKeyDictionary()
+
 #: For each model, what its cache depended on when a layout was found, and the layout; ``None`` for one whose cache is made otherwise.
 _known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Sequence[tuple[_Part, _Part]] | None]] = weakref.WeakKeyDictionary()
 
@@ -60,12 +83,25 @@ def static_cache(module: Any, rows: int, positions: int) -> Any:
     kinds = {type(layer) for layer in cache.layers}
     if layout is None or len(cache.layers) != len(layout) or not kinds <= {StaticLayer, StaticSlidingWindowLayer}:
         return None
-    for layer, (keys, values) in zip(cache.layers, layout, strict=True):
-        layer.lazy_initialization(keys.of_no_token(rows), values.of_no_token(rows))
-        for value in vars(layer).values():
-            if isinstance(value, torch.Tensor):
-                mark_static_address(value, guard=False)  # the next cache has other tensors
+    kind = state, rows, positions, [type(layer) for layer in cache.layers], torch.is_inference_mode_enabled()
+    last, kept = _last.get(module, (None, []))
+    if last == kind and all(item.is_free for attributes in kept for item in attributes.values() if isinstance(item, _Memory)):
+        for layer, attributes in zip(cache.layers, kept, strict=True):
+            for name, item in attributes.items():
+                setattr(layer, name, item.cleared() if isinstance(item, _Memory) else item)
+    else:
+        for layer, (keys, values) in zip(cache.layers, layout, strict=True):
+            layer.lazy_initialization(keys.of_no_token(rows), values.of_no_token(rows))
+        _last[module] = kind, [{name: _memory(value) for name, value in vars(layer).items()} for layer in cache.layers]
+    for value in (value for layer in cache.layers for value in vars(layer).values()):
+        if isinstance(value, torch.Tensor):
+            mark_static_address(value, guard=False)  # the next cache has other tensors
     return cache
+
+
+def _memory(value: Any) -> Any:
+    """Return where a tensor lies; other values as they are."""
+    return _Memory(value.untyped_storage(), value.size(), value.dtype) if isinstance(value, torch.Tensor) else value
 
 
 def _layers_of(module: Any) -> Sequence[tuple[_Part, _Part]] | None:

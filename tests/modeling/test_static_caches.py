@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from nnsight import LanguageModel, fx
+from nnsight.modeling import static_caches
 from nnsight.modeling.static_caches import static_cache
 
 from ..zoo.models import specimens
@@ -84,3 +87,66 @@ def test_a_compiled_step_knows_the_addresses_of_its_cache(lowered: list[tuple[in
     _, static = lowered[-1]
     # The parameters, the frequencies of the positions, and keys, values and length of each layer.
     assert static == len([*net.parameters()]) + 1 + 3 * len(net.model.layers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("compiled", [False, {"backend": "aot_eager"}])
+def test_the_memory_of_a_cache_is_used_again(family: str, compiled: Any) -> None:
+    net: Any = specimens()[family].build()
+    model = LanguageModel(net, compile=compiled)
+    given, factor = ids(2, 9), 1e30
+
+    def generated(**options: Any) -> tuple[torch.Tensor, set[int]]:
+        """Return the tokens, and where the keys of the layers lay in memory."""
+        places: set[int] = set()
+        with model.generate(given, **STATIC, **options) as tracer:
+            model.model.layers[0].output[:] *= factor
+            tokens = tracer.result.save()
+        for _, layers in static_caches._last.values():
+            places |= {layer["keys"].storage.data_ptr() for layer in layers}
+        return tokens, places
+
+    def by_hand(tokens: int = 6) -> torch.Tensor:
+        times: list[int] = []
+
+        def edit(layer: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+            times.append(1)
+            return output * factor if len(times) == 1 else output
+
+        with net.model.layers[0].register_forward_hook(edit):
+            found: torch.Tensor = net.generate(given, attention_mask=torch.ones_like(given), **STATIC)
+        return found
+
+    static_caches._last.clear()
+    _, first = generated()
+    gc.collect()  # of a capture
+    factor = 1.5  # whatever the last generation left, infinities as well, has no effect on the next
+    tokens, second = generated()
+    assert second == first
+    assert torch.equal(tokens, by_hand())
+    result, third = generated(return_dict_in_generate=True)
+    assert third == first
+    kept = [layer.keys for layer in (result.get("cache") or result["past_key_values"]).layers]
+    values = [keys.clone() for keys in kept]
+    del result
+    tokens, fourth = generated()
+    assert fourth.isdisjoint(first), "memory of values that somebody has is not used again"
+    assert torch.equal(tokens, by_hand())
+    assert all(map(torch.equal, kept, values))
+    assert generated()[1] == fourth
+    given = ids(1, 9)
+    tokens, _ = generated()
+    assert torch.equal(tokens, by_hand())
+
+
+@torch.no_grad()
+def test_the_memory_of_a_cache_goes_with_the_model() -> None:
+    net: Any = specimens()["llama"].build()
+    with LanguageModel(net).generate(ids(1, 5), **STATIC):
+        pass
+    ((_, layers),) = [kept for module, kept in static_caches._last.items() if module is net]
+    storage = weakref.ref(layers[0]["keys"].storage)
+    del net, layers, _
+    gc.collect()
+    assert storage() is None

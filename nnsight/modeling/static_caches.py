@@ -11,6 +11,7 @@ So CUDA graphs of the steps are recorded once, and not for each generation.
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -55,7 +56,9 @@ class _Memory(NamedTuple):
         return torch.empty(0, dtype=self.dtype, device=self.storage.device).set_(self.storage, 0, self.size).zero_()
 
 
-#: For each model, the kind of its last cache, and the attributes of the new layers, with memory in the place of tensors.
+_lock = threading.Lock()
+
+#: For each model, the kind of its last cache, and the attributes that its layers began with, with memory in the place of tensors.
 _last: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, list[dict[str, Any]]]] = weakref.WeakKeyDictionary()
 
 #: For each model, what its cache depended on when a layout was found, and the layout; ``None`` for one whose cache is made otherwise.
@@ -84,15 +87,16 @@ def static_cache(module: Any, rows: int, positions: int) -> Any:
     if layout is None or len(cache.layers) != len(layout) or not kinds <= {StaticLayer, StaticSlidingWindowLayer}:
         return None
     kind = state, rows, positions, [type(layer) for layer in cache.layers], torch.is_inference_mode_enabled()
-    last, kept = _last.get(module, (None, []))
-    if last == kind and all(item.is_free for attributes in kept for item in attributes.values() if isinstance(item, _Memory)):
-        for layer, attributes in zip(cache.layers, kept, strict=True):
-            for name, item in attributes.items():
-                setattr(layer, name, item.cleared() if isinstance(item, _Memory) else item)
-    else:
-        for layer, (keys, values) in zip(cache.layers, layout, strict=True):
-            layer.lazy_initialization(keys.of_no_token(rows), values.of_no_token(rows))
-        _last[module] = kind, [{name: _memory(value) for name, value in vars(layer).items()} for layer in cache.layers]
+    with _lock:  # one of two threads gets the memory
+        last, kept = _last.get(module, (None, []))
+        if last == kind and all(item.is_free for attributes in kept for item in attributes.values() if isinstance(item, _Memory)):
+            for layer, attributes in zip(cache.layers, kept, strict=True):
+                for name, item in attributes.items():
+                    setattr(layer, name, item.cleared() if isinstance(item, _Memory) else item)
+        else:
+            for layer, (keys, values) in zip(cache.layers, layout, strict=True):
+                layer.lazy_initialization(keys.of_no_token(rows), values.of_no_token(rows))
+            _last[module] = kind, [{name: _memory(value) for name, value in vars(layer).items()} for layer in cache.layers]
     for value in (value for layer in cache.layers for value in vars(layer).values()):
         if isinstance(value, torch.Tensor):
             mark_static_address(value, guard=False)  # the next cache has other tensors

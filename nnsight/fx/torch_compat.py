@@ -75,9 +75,9 @@ def why_python(fullgraph: bool) -> str:
     """
     stance = eval_frame._stance
     if stance.backend is not None:
-        return "`torch.compiler.set_stance(force_backend=...)` holds"
+        return "`torch.compiler.set_stance(force_backend=...)` is in effect"
     if stance.stance not in ("default", "eager_on_recompile", "fail_on_recompile"):
-        return f"`torch.compiler.set_stance({stance.stance!r})` holds"
+        return f"`torch.compiler.set_stance({stance.stance!r})` is in effect"
     modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     names = [type(mode).__name__ for mode in modes if not mode.is_infra_mode() and not mode.ignore_compile_internals()]
     if fullgraph or not (names or dynamo_config.disable):

@@ -169,15 +169,17 @@ def fake_modules(
 ) -> dict[torch.nn.Module, torch.nn.Module]:
     """Return a copy of each module below ``root``, with fakes for tensors and copies of everything else they hold.
 
-    Weights on the meta device, as those of a model that is not loaded yet, become fakes on ``device``.
+    Weights on the meta device, as those of a model that is not loaded yet, become fakes on ``device``; those that FSDP has sharded, fakes
+    of the whole.
     """
     copies = {module: object.__new__(type(module)) for module in root.modules()}
     memo: dict[int, Any] = {id(module): made for module, made in copies.items()}
     sharded = _sharded(copies)
     for tensor in (tensor for module in copies for tensor in (*module._parameters.values(), *module._buffers.values())):
         if tensor is not None and (tensor.device.type == "meta" or id(tensor) in sharded) and id(tensor) not in memo:
+            place = device if tensor.device.type == "meta" else tensor.device
             with mode:
-                placed = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+                placed = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=place)
             is_weight = isinstance(tensor, torch.nn.Parameter)
             memo[id(tensor)] = torch.nn.Parameter(placed, tensor.requires_grad) if is_weight else placed
     with FakeCopyMode(mode):

@@ -44,6 +44,7 @@ class _Memory(NamedTuple):
 
     storage: torch.UntypedStorage
     size: torch.Size
+    stride: tuple[int, ...]
     dtype: torch.dtype
 
     @property
@@ -53,7 +54,8 @@ class _Memory(NamedTuple):
 
     def cleared(self) -> torch.Tensor:
         """Return a tensor of zeros there."""
-        return torch.empty(0, dtype=self.dtype, device=self.storage.device).set_(self.storage, 0, self.size).zero_()
+        made = torch.empty(0, dtype=self.dtype, device=self.storage.device)
+        return made.set_(self.storage, 0, self.size, self.stride).zero_()
 
 
 _lock = threading.Lock()
@@ -105,7 +107,9 @@ def static_cache(module: Any, rows: int, positions: int) -> Any:
 
 def _memory(value: Any) -> Any:
     """Return where a tensor lies; other values as they are."""
-    return _Memory(value.untyped_storage(), value.size(), value.dtype) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _Memory(value.untyped_storage(), value.size(), value.stride(), value.dtype)
 
 
 def _layers_of(module: Any) -> Sequence[tuple[_Part, _Part]] | None:

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 
 import nnsight
 from nnsight import DiffusionModel, LanguageModel, NNsight, TransformersModel, VisionLanguageModel
@@ -748,6 +749,11 @@ class Mistakes(Models):
         model = NNsight(self.model._module, compile=options)
         for x in (self.x, self.x.clone().requires_grad_()):
             model(x)
+
+    @only_compiled
+    def call_under_a_dispatch_mode(self) -> None:
+        with FlopCounterMode(display=False), self.model.trace(self.x):
+            self.model.output.save()
 
     @only_compiled
     def uncompiled_graph(self) -> None:

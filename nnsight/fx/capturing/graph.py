@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -192,9 +192,6 @@ class CapturedGraph:
             self._add_tap(node)
         self.passed = [made.location for made in self.taps]
         self.locations = frozenset(self.passed)
-        self._taps_at: dict[str, list[int]] = {}
-        for number, location in enumerate(self.passed):
-            self._taps_at.setdefault(location, []).append(number)
         self.identities = {node: source for node in self.nodes if (source := _passed_on(node)) is not None}
         self.switched: dict[torch.fx.Node, Switched] = switched_at(self.nodes, set(self.tap_number))
         self.symbols: list[tuple[int, Any]] = []
@@ -227,11 +224,6 @@ class CapturedGraph:
             leaf_number = made.tensor_leaves[position]  # type: ignore[index]
             self.tapped[user] = (index, leaf_number)
             made.outputs.setdefault(leaf_number, []).append(user)
-
-    def first_tap(self, locations: Collection[str], start: int) -> int:
-        """Return the number of the first tap from ``start`` on at one of ``locations``; the number of all taps if there is none."""
-        numbers = (number for location in locations for number in self._taps_at.get(location, ()) if number >= start)
-        return min(numbers, default=len(self.taps))
 
     @cached_property
     def last_work(self) -> int:

@@ -244,8 +244,7 @@ def sharing_of(inputs: Sequence[Any]) -> tuple[int, ...]:
     if len({*storages}) == len(storages):
         return ()
     first: dict[int, int] = {}
-    storage = iter(storages)
-    numbers = [next(storage) if isinstance(item, torch.Tensor) else -1 - position for position, item in enumerate(inputs)]
+    numbers = [item.untyped_storage()._cdata if isinstance(item, torch.Tensor) else -1 - n for n, item in enumerate(inputs)]
     return tuple(first.setdefault(number, position) for position, number in enumerate(numbers))
 
 

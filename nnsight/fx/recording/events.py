@@ -125,7 +125,7 @@ class EventRecorder(TorchFunctionMode):
         self.lifted: list[torch.Tensor] = []
         self.numbers: tuple[int | float, ...] = ()
         self.sizes = self.binding  # and behind them the integers among the numbers
-        self.used: list[torch.Tensor] = []  # see `storages_in_use`
+        self.used: list[torch.Tensor] = []  # whose storages are not among `used_storages` yet
         self.used_storages: set[int] = set()
         self._input_storages: set[int] | None = None
 

@@ -93,7 +93,7 @@ class Recording(PieceRunner):
         run, counts, passed = self.run, self.run.counts, self.graph.passed
         waited, steps = run.waited.keys(), run.awaited_steps
         while True:
-            stop = start if steps else self.graph.first_tap(waited, start)
+            stop = start if steps else next((index for index in range(start, len(passed)) if passed[index] in waited), len(passed))
             if stop > start:
                 counts.update(passed[start:stop])
             if stop >= len(passed):

@@ -95,7 +95,7 @@ def test_a_compiled_step_knows_the_addresses_of_its_cache(lowered: list[tuple[in
 def test_the_memory_of_a_cache_is_used_again(family: str, compiled: Any) -> None:
     net: Any = specimens()[family].build()
     model = LanguageModel(net, compile=compiled)
-    given, factor = ids(2, 9), 1e30
+    given, factor = ids(2, 9), float("nan")
 
     def generated(**options: Any) -> tuple[torch.Tensor, set[int]]:
         """Return the tokens, and where the keys of the layers lay in memory."""
@@ -107,7 +107,7 @@ def test_the_memory_of_a_cache_is_used_again(family: str, compiled: Any) -> None
             places |= {layer["keys"].storage.data_ptr() for layer in layers}
         return tokens, places
 
-    def by_hand(tokens: int = 6) -> torch.Tensor:
+    def by_hand() -> torch.Tensor:
         times: list[int] = []
 
         def edit(layer: torch.nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_the_memory_of_a_cache_is_used_again(family: str, compiled: Any) -> None
     static_caches._last.clear()
     _, first = generated()
     gc.collect()  # of a capture
-    factor = 1.5  # whatever the last generation left, infinities as well, has no effect on the next
+    factor = 1.5  # what the last generation has left in the memory, no numbers here, has no effect on the next
     tokens, second = generated()
     assert second == first
     assert torch.equal(tokens, by_hand())

@@ -91,7 +91,7 @@ def test_documented_paths_are_attributes_without_an_import_of_their_own() -> Non
         "nnsight.modeling.huggingface.HuggingFaceModel",
         "nnsight.modeling.vlm.VisionLanguageModel",
         "nnsight.modeling.mixins.remotable.Remotable",
-        "nnsight.runtime.carriers.register_carrier",
+        "nnsight.runtime.batched_containers.register_batched_container",
         "nnsight.modeling.mixins.loadable.Loadable",
         "nnsight.modeling.mixins.meta.Meta",
         "nnsight.modeling.mixins.meta.MetaDevice",

@@ -136,7 +136,7 @@ class CompiledDriver:
         """Call the model once within ``interleaver`` and return its output, whose tensors may be stand-ins if no block waits for it."""
         report.mode = "compiled"
         interleaver.offer = _offer_uncompiled
-        interleaver.promises = []
+        interleaver.deferred_outputs = []
         token = _report.set(report)
         try:
             with self._surrounded(interleaver), self._progress():
@@ -271,7 +271,7 @@ class CompiledDriver:
             report.mode = "compiled"
             interleaver.offer = _offer_uncompiled
             interleaver.returns = True  # to the function
-            interleaver.promises = []
+            interleaver.deferred_outputs = []
             token, routed, given_up = _report.set(report), _routed.set((self, self.call_plain)), _given_up.set([])
             try:
                 with suspended(args, kwargs), self.tree.instrumentation, self._route(), self._progress():

@@ -134,11 +134,11 @@ class _TracedMediator(compat.Mediator):
 
     def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
         before = torch.is_grad_enabled()
-        if self._sides.grad not in (None, before):
-            self._set_grad_enabled(bool(self._sides.grad))
+        if self._mode_contexts.grad not in (None, before):
+            self._set_grad_enabled(bool(self._mode_contexts.grad))
         with self._own_frames():
             super()._turn(switch, *arguments)
-        if self._sides.grad != before:
+        if self._mode_contexts.grad != before:
             self._set_grad_enabled(before)
 
     def leave_loop(self) -> None:

@@ -111,7 +111,7 @@ class Interleaver:
         self.output_location: str | None = None
         self.returns = True  # whether the caller uses what the model returns; otherwise only blocks do
         self.inputs: Sequence[Any] = ()  # tensors from outside whose calls a compiler records, and does not make at once
-        self.promises: list[Any] | None = None  # deferred outputs that blocks were given; `None` under a driver without them
+        self.deferred_outputs: list[Any] | None = None  # deferred outputs that blocks were given; `None` under a driver without them
         self.uncounted: set[str] = set()  # functions whose operations the run passed before a block mentioned one of them
         self._on_blocks_done = on_blocks_done
         self.waited = Waited()  # number of mediators waiting, by location; a driver calls `handle` for these
@@ -319,6 +319,6 @@ class Interleaver:
         self.tracer = self.tree = self.recorder = None
         self.observers.clear()
         self.caches.clear()
-        self.check_replacement = self.check_skip = self.check_location = self.promises = None
+        self.check_replacement = self.check_skip = self.check_location = self.deferred_outputs = None
         self.waited.clear()
         self._on_blocks_done = None

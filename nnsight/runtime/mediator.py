@@ -3,7 +3,7 @@
 A mediator runs the function of a block in a greenlet. A request for a location switches to the model's greenlet, which runs until it offers
 that location and switches back. So exactly one of model and block runs at a time, on one thread, and they share what torch keeps per
 thread. The exceptions are modes: ``torch.no_grad()`` in a block must not affect the model while the block waits, so model and block have
-mode contexts of their own (:mod:`~nnsight.runtime.switching.sides`).
+mode contexts of their own (:mod:`~nnsight.runtime.switching.mode_contexts`).
 
 While the model is stopped at a location, the block *visits* it: reading the location again, or replacing it, needs no switch.
 """
@@ -24,7 +24,7 @@ from .errors import EarlyStopException, OutOfOrderError, SkipException, loop_end
 from .interleaver import ANYWHERE, RETURNED, split_requester
 from .rows.batching import BatchGroup, View
 from .switching.checkpointing import CheckpointVisit, checkpoint_hooks
-from .switching.sides import Sides
+from .switching.mode_contexts import ModeContexts
 from .switching.workers import borrow
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Mediator:
         self.stopped = False  # whether it has ended by `tracer.stop()`
         self.requests = 0  # how often it has asked for a location
         self.visited: tuple[str, int] | None = None  # location and occurrence of the latest visit
-        self._sides = Sides()
+        self._mode_contexts = ModeContexts()
         self._greenlet: greenlet | None = None
         self._error: BaseException | None = None
         self.disregarded: str | None = None  # a location whose occurrences begin no step
@@ -215,11 +215,11 @@ class Mediator:
 
     def _go(self, switch: Callable[..., Any], *arguments: Any) -> None:
         """Switch to the block and back; model and block have their own modes."""
-        model = self._sides.begin()
+        model = self._mode_contexts.begin()
         try:
             switch(*arguments)
         finally:
-            self._sides.end(model, self._greenlet is None)
+            self._mode_contexts.end(model, self._greenlet is None)
 
     def _main(self) -> None:
         """Run the block, in its worker, and raise nothing."""

@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from .carriers import is_carrier, on_tensors
+from .batched_containers import is_batched_container, on_tensors
 from .interleaver import Everywhere, Interleaver, active_run
 from .modules.tree import ModuleTree
 from .rows.batch_axes import FIRST, SEQUENCES, BatchDims, Place, Rows, leaf_paths
@@ -58,7 +58,7 @@ class Seen:
 
     rows: int  # the number of rows
     values: dict[str, list[dict[str, Shape]]] = field(default_factory=dict)  # by location, occurrence and leaf
-    carried: dict[str, Shape] = field(default_factory=dict)  # the same for tensors in carriers, by class and attribute
+    in_containers: dict[str, Shape] = field(default_factory=dict)  # the same for tensors in batched containers, by class and attribute
     error: Exception | None = None  # what ended the run early
 
 
@@ -78,11 +78,11 @@ class _Probe(Interleaver):
 
     def handle(self, location: str, value: Any, iterate: bool = True) -> Any:
         shapes = {}
-        leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
+        leaves = pytree.tree_leaves(value, is_leaf=is_batched_container)
         for path, leaf in zip(leaf_paths(value), leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 shapes[path] = (tuple(leaf.shape), outer_of(leaf))
-            elif is_carrier(leaf):
+            elif is_batched_container(leaf):
                 on_tensors(leaf, self._see_carried)
         self.seen.values.setdefault(location, []).append(shapes)
         if location == self._root:
@@ -91,7 +91,7 @@ class _Probe(Interleaver):
 
     def _see_carried(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel():
-            self.seen.carried[place] = (tuple(tensor.shape), outer_of(tensor))
+            self.seen.in_containers[place] = (tuple(tensor.shape), outer_of(tensor))
         return tensor
 
     def is_waited(self, location: str) -> bool:
@@ -113,7 +113,7 @@ def find_batch_dims(modules: ModuleTree, call: Call | None, joined: Any, parts: 
         parts: The arguments of each invoke.
         sizes: The number of rows of each invoke.
     """
-    leaves, structure = pytree.tree_flatten(joined, is_leaf=is_carrier)
+    leaves, structure = pytree.tree_flatten(joined, is_leaf=is_batched_container)
     inputs = describe_inputs(joined, leaves, parts, sizes)
     now = (modules.version, modules.opened)
     version, known = _cache.get(modules.root, (None, []))
@@ -132,11 +132,11 @@ def find_batch_dims(modules: ModuleTree, call: Call | None, joined: Any, parts: 
 
 def describe_inputs(joined: Any, leaves: Sequence[Any], parts: Sequence[Any], sizes: Sequence[int]) -> list[ProbedInput]:
     """Return, for each of the ``leaves`` of ``joined``, along which dimension the leaves of ``parts`` were joined in it."""
-    total, positional = sum(sizes), len(pytree.tree_leaves(joined[0], is_leaf=is_carrier))
+    total, positional = sum(sizes), len(pytree.tree_leaves(joined[0], is_leaf=is_batched_container))
     known: list[tuple[pytree.TreeSpec, list[str]]] = []  # most parts are alike
     by_path = []
     for part in parts:
-        pieces, structure = pytree.tree_flatten(part, is_leaf=is_carrier)
+        pieces, structure = pytree.tree_flatten(part, is_leaf=is_batched_container)
         if not known or known[-1][0] != structure:
             known.append((structure, leaf_paths(part)))
         by_path.append(dict(zip(known[-1][1], pieces, strict=True)))
@@ -172,7 +172,7 @@ def _probed(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequenc
             error,
         )
     dims = BatchDims()
-    dims.carried.update(_compare(first.carried, second.carried, first, second))
+    dims.in_containers.update(_compare(first.in_containers, second.in_containers, first, second))
     for location in first.values.keys() & second.values.keys():
         pairs = zip(first.values[location], second.values[location], strict=False)
         found = [Place(_compare(one, other, first, second)) for one, other in pairs]
@@ -206,7 +206,7 @@ def probe(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequence[
 
     ``inputs`` says which dimensions of the arguments ``joined`` have the rows, and ``total`` how many they are.
     """
-    leaves, structure = pytree.tree_flatten(joined, is_leaf=is_carrier)
+    leaves, structure = pytree.tree_flatten(joined, is_leaf=is_batched_container)
     best: tuple[Seen, Seen] | None = None
     with isolated():
         counts["probes"] += 1

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from nnsight import LanguageModel, NNsight, fx
-from nnsight.runtime.carriers import register_carrier
+from nnsight.runtime.batched_containers import register_batched_container
 from nnsight.runtime.probing import counts
 
 from ..conftest import Hooks, agree, assert_no_instrumentation, both, close, same
@@ -565,7 +565,7 @@ class Result:
     name: str
 
 
-@register_carrier
+@register_batched_container
 class State:
     def __init__(self, layers: list[torch.Tensor]) -> None:
         self.layers = layers

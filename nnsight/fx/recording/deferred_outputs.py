@@ -146,7 +146,7 @@ def is_of_root(location: str) -> bool:
 
 def returned(run: Interleaver, output: Any) -> Any:
     """Give blocks what a call of the model has returned; return what its caller is to get."""
-    deferred, run.promises = run.promises, []
+    deferred, run.deferred_outputs = run.deferred_outputs, []
     for each in deferred or ():
         each.fulfil(output)
         output = each.changed(run.handle_returned(each.location, output))

@@ -222,7 +222,7 @@ class PieceRunner(CallRecorder):
         """
         run = self.run
         unseen = self.graph.may_stand_in and not run.returns and not run.waited and self.state is not self.graph.start
-        return unseen and self.as_captured and not any(output.is_wanted for output in run.promises or ())
+        return unseen and self.as_captured and not any(output.is_wanted for output in run.deferred_outputs or ())
 
     def _compute_what_is_held(self) -> None:
         """Run the graph up to where a block failed, node by node: the user may hold tensors from before, as in an eager trace."""

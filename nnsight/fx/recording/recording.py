@@ -201,11 +201,11 @@ class Recording(PieceRunner):
     def _defer(self, tap: Tap, leaves: list[Any]) -> None:
         """Put stand-ins for objects into the output of the whole model, unless invokes see rows of their own of it."""
         run = self.run
-        if run.promises is None or not is_of_root(tap.location) or not any(isinstance(leaf, Opaque) for leaf in leaves):
+        if run.deferred_outputs is None or not is_of_root(tap.location) or not any(isinstance(leaf, Opaque) for leaf in leaves):
             return
         if all(mediator.batch_group is None for mediator in run.mediators):
             output = DeferredOutput(run, tap.location, tap.structure)
-            run.promises.append(output)
+            run.deferred_outputs.append(output)
             leaves[:] = [
                 output.stand_in(leaf, number) if isinstance(leaf, Opaque) else leaf for number, leaf in enumerate(leaves)
             ]

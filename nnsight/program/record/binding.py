@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ...runtime.batched_containers import is_batched_container, on_tensors
 from ...runtime.cache import Cache
-from ...runtime.carriers import is_carrier, on_tensors
 from ...tracing.saving import save, saves
 from ..format.payload import Job, encode
 from ..format.results import unpack_results
@@ -96,15 +96,15 @@ class Recorded:
         elif isinstance(value, Cache):
             for entry in value._entries.values():
                 for values in entry._values.values():
-                    filled = [pytree.tree_map(self._activation, item, is_leaf=is_carrier) for item in values]
+                    filled = [pytree.tree_map(self._activation, item, is_leaf=is_batched_container) for item in values]
                     values[:] = [item for item in filled if item is not ABSENT]
-        elif is_carrier(value):
+        elif is_batched_container(value):
             return on_tensors(value, lambda _, tensor: self._filled(tensor))
         return value
 
     def _activation(self, leaf: Any) -> Any:
         """Return a leaf of a cache of activations; key-value caches stay where the model is."""
-        return None if is_carrier(leaf) else self._filled(leaf)
+        return None if is_batched_container(leaf) else self._filled(leaf)
 
     def _set(self, name: str, value: Any) -> None:
         """Bind a name of the block, if the block is still there."""

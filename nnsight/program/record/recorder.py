@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ...modeling.generation import Generation
-from ...runtime.carriers import is_carrier
+from ...runtime.batched_containers import is_batched_container
 from ...runtime.interleaver import Interleaver
 from ...runtime.report import Report
 from ...runtime.rows.fakes import quiet_fakes
@@ -279,7 +279,7 @@ class Recorder(NodeRecorder):
             kept = {path: {kind: found for kind, found in entry._values.items() if found} for path, entry in entries}
             kept = {path: kinds for path, kinds in kept.items() if kinds}
             return write_tree(kept, lambda leaf: self._saved(name, leaf, in_cache=True))
-        if is_carrier(value):
+        if is_batched_container(value):
             if in_cache:  # a key-value cache belongs to the run
                 return {"absent": type(value).__name__[:100]}
             return {"list": [write_tree(item, lambda leaf: self._saved(name, leaf)) for item in tensors_at(value)]}

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from ...modeling.generation import Streamer
 from ...modeling.scanning import fake_mode
-from ...runtime.carriers import is_carrier
+from ...runtime.batched_containers import is_batched_container
 from ...runtime.interleaver import Interleaver
 from ...runtime.modules.interception import call_alone
 from ...runtime.modules.tree import ModuleTree
@@ -98,7 +98,7 @@ class FakeModel:
     def storages(self) -> set[int]:
         """Return the identities of the memory that the model keeps from run to run."""
         holders = (held for module in self.by_path.values() for held in (module._parameters, module._buffers, vars(module)))
-        kept = (leaf for held in holders for leaf in pytree.tree_leaves(list(held.values()), is_leaf=is_carrier))
+        kept = (leaf for held in holders for leaf in pytree.tree_leaves(list(held.values()), is_leaf=is_batched_container))
         return {leaf.untyped_storage()._cdata for leaf in kept if isinstance(leaf, torch.Tensor)}
 
     def versions(self) -> int:
@@ -211,9 +211,9 @@ class FakeModel:
         def leaf(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
                 return fake(item)
-            return copy.deepcopy(item, {id(held): fake(held) for held in tensors_at(item)}) if is_carrier(item) else item
+            return copy.deepcopy(item, {id(held): fake(held) for held in tensors_at(item)}) if is_batched_container(item) else item
 
-        return pytree.tree_map(leaf, value, is_leaf=is_carrier)
+        return pytree.tree_map(leaf, value, is_leaf=is_batched_container)
 
 
 def _weights_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ...runtime.carriers import is_carrier
+from ...runtime.batched_containers import is_batched_container
 from ...runtime.interleaver import Interleaver
 from ..counts import counts
 from .occurrences import FreshFakes, Occurrence, observed, replay
@@ -51,7 +51,7 @@ class FakeSteps:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns in the next step."""
         number, self._number = self._number, self._number + 1
-        caches = [value for value in kwargs.values() if is_carrier(value)]
+        caches = [value for value in kwargs.values() if is_batched_container(value)]
         layers = _layers_of(caches[0]) if len(caches) == 1 else None
         if number == 0 or layers is None or torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
@@ -75,9 +75,9 @@ class FakeSteps:
             first, second = self._flops
             self._costs.add(max(first + (number - 1) * (second - first), 0), of_model=True)
         return pytree.tree_map(
-            lambda leaf: fresh(leaf) if isinstance(leaf, torch.Tensor) else caches[0] if is_carrier(leaf) else leaf,
+            lambda leaf: fresh(leaf) if isinstance(leaf, torch.Tensor) else caches[0] if is_batched_container(leaf) else leaf,
             self._outputs[-1],
-            is_leaf=is_carrier,
+            is_leaf=is_batched_container,
         )
 
     def _compared(self, args: Any, kwargs: Any) -> Any:
@@ -97,7 +97,7 @@ class FakeSteps:
         if [found.location for found in first] != [found.location for found in second]:
             return None
         return [
-            occurrence if same and not any(map(is_carrier, occurrence.leaves or ())) else occurrence._replace(leaves=None)
+            occurrence if same and not any(map(is_batched_container, occurrence.leaves or ())) else occurrence._replace(leaves=None)
             for occurrence, same in zip(second, map(_same, first, second), strict=True)
         ]
 
@@ -128,11 +128,11 @@ def _same(one: Occurrence, other: Occurrence) -> bool:
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two outputs of the model have equal sizes, but for a cache."""
-    leaves, others = (pytree.tree_leaves(output, is_leaf=is_carrier) for output in (one, other))
+    leaves, others = (pytree.tree_leaves(output, is_leaf=is_batched_container) for output in (one, other))
     return len(leaves) == len(others) and type(one) is type(other) and all(map(_same_leaf, leaves, others))
 
 
 def _same_leaf(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
-    return (is_carrier(one) and is_carrier(other)) or one is other or (type(one) is type(other) and one == other)
+    return (is_batched_container(one) and is_batched_container(other)) or one is other or (type(one) is type(other) and one == other)

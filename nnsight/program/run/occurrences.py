@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...runtime.carriers import is_carrier, on_tensors
+from ...runtime.batched_containers import is_batched_container, on_tensors
 from ...runtime.interleaver import Everywhere, Interleaver, active_run
 from ..format.errors import InvalidProgramError
 from ..format.trees import is_text
@@ -37,8 +37,8 @@ def tensors_at(value: Any) -> list[Any]:
 def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
     """Return the places and leaves of a value. A place is the number of a leaf and, in a cache, of the tensor inside."""
     found: list[tuple[tuple[int, int | None], Any]] = []
-    for number, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_carrier)):
-        if not is_carrier(leaf):
+    for number, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_batched_container)):
+        if not is_batched_container(leaf):
             found.append(((number, None), leaf))
             continue
         inside: list[torch.Tensor] = []
@@ -54,11 +54,11 @@ def leaf_at(value: Any, node: dict[str, Any]) -> Any:
             "a list in the value there has another length than in the recording, and what came of its length is part of the program. "
             "Record it for inputs with as many"
         )
-    leaves = pytree.tree_leaves(value, is_leaf=is_carrier)
+    leaves = pytree.tree_leaves(value, is_leaf=is_batched_container)
     number = number_of(value, node)
     if number < len(leaves) and "inside" in node:
         cache = _returned(leaves[number])
-        leaves, number = tensors_at(cache) if is_carrier(cache) else [], node["inside"]
+        leaves, number = tensors_at(cache) if is_batched_container(cache) else [], node["inside"]
     if number >= len(leaves):
         raise InvalidProgramError(f"the value there has no tensor number {number}")
     return leaves[number]
@@ -75,7 +75,7 @@ def keys_of(value: Any) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     if isinstance(value, dict) and all(map(is_text, value)):
         for key, item in value.items():
-            found += [(key, len(found))] * len(pytree.tree_leaves(item, is_leaf=is_carrier))
+            found += [(key, len(found))] * len(pytree.tree_leaves(item, is_leaf=is_batched_container))
     return found
 
 
@@ -106,14 +106,14 @@ def number_of(value: Any, node: dict[str, Any]) -> int:
 
 def with_leaf(value: Any, node: dict[str, Any], new: torch.Tensor) -> Any:
     """Return ``value`` with ``new`` in place of the leaf that a node names."""
-    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
+    leaves, structure = pytree.tree_flatten(value, is_leaf=is_batched_container)
     leaves[number_of(value, node)] = new
     return pytree.tree_unflatten(leaves, structure)
 
 
 def structure_of(value: Any) -> Any:
     """Return how the leaves of a value are nested; a cache is a leaf."""
-    return pytree.tree_structure(value, is_leaf=is_carrier)
+    return pytree.tree_structure(value, is_leaf=is_batched_container)
 
 
 class Occurrence(NamedTuple):
@@ -130,7 +130,7 @@ class Occurrence(NamedTuple):
 
     def again(self, fresh: FreshFakes, value: Any) -> Any:
         """Return the value, or the model's ``value`` in place of one that cannot be kept, or that has a cache."""
-        return value if self.leaves is None or any(map(is_carrier, self.leaves)) else self.value(fresh)
+        return value if self.leaves is None or any(map(is_batched_container, self.leaves)) else self.value(fresh)
 
 
 class FreshFakes:
@@ -183,7 +183,7 @@ class ObservedRun(Interleaver):
         if self._seen:
             return self._seen.pop()(value)
         if self.occurrences is not None:
-            leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
+            leaves, structure = pytree.tree_flatten(value, is_leaf=is_batched_container)
             kept = None
             with contextlib.suppress(Exception):  # a cache that cannot be copied, or another object
                 kept = tuple(map(_copied, leaves))
@@ -216,7 +216,7 @@ def _copied(leaf: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda t
         return tensor(leaf)
     if isinstance(leaf, _PLAIN):
         return leaf
-    if not is_carrier(leaf):
+    if not is_batched_container(leaf):
         raise TypeError(f"A {type(leaf).__name__} cannot be kept.")
     tensors: dict[int, Any] = {}
 
@@ -263,7 +263,7 @@ def observed(
     finally:
         active_run.reset(token)
     for value, leaves in observing.given:  # the model may assign to a field of what a module has returned, which a replay would not
-        now = pytree.tree_leaves(value, is_leaf=is_carrier)
+        now = pytree.tree_leaves(value, is_leaf=is_batched_container)
         if len(now) != len(leaves) or not all(map(operator.is_, now, leaves)):
             return output, None
     return output, observing.occurrences

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..carriers import is_carrier
+from ..batched_containers import is_batched_container
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class BatchDims:
     """What is known of the dimensions of a model's tensors, for one kind of input."""
 
     places: dict[str, tuple[Place, ...]] = field(default_factory=dict)  # occurrences of each location in a forward pass; one, if they agree
-    carried: dict[str, Rows | None] = field(default_factory=dict)  # rows of tensors in carriers, by class and attribute
+    in_containers: dict[str, Rows | None] = field(default_factory=dict)  # rows of tensors in batched containers, by class and attribute
 
     def of(self, location: str, occurrence: int, value: Any, structure: pytree.TreeSpec) -> Sequence[Rows | None]:
         """Return where the rows of each leaf of ``value``, or of one of its ``structure``, are; ``None`` for a leaf without."""
@@ -121,9 +121,9 @@ class BatchDims:
 
 
 def leaf_paths(value: Any) -> list[str]:
-    """Return a name for each leaf of ``value``: its keys from the root, carriers being leaves."""
+    """Return a name for each leaf of ``value``: its keys from the root, batched containers being leaves."""
     try:
-        return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value, is_leaf=is_carrier)[0]]
+        return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value, is_leaf=is_batched_container)[0]]
     except ValueError:  # a container that was registered without keys
-        leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
+        leaves, structure = pytree.tree_flatten(value, is_leaf=is_batched_container)
         return [f"{number} of {structure}" for number in range(len(leaves))]

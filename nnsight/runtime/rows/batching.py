@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..carriers import is_carrier, on_tensors, write_back
+from ..batched_containers import is_batched_container, on_tensors, write_back
 from ..errors import ReplacementShapeError, structure_message
 from .batch_axes import FIRST, BatchDims, Rows
 
@@ -105,7 +105,7 @@ class View:
         self._group = group
         self._location = location
         self._whole = whole
-        self._leaves, self._structure = pytree.tree_flatten(whole, is_leaf=is_carrier)
+        self._leaves, self._structure = pytree.tree_flatten(whole, is_leaf=is_batched_container)
         found = group.dims.of(location, occurrence, whole, self._structure)
         self._rows: list[Rows | None] = []
         self._given: list[Any] = []  # apart from `value`, whose containers the block may fill anew
@@ -119,7 +119,7 @@ class View:
                     taken[id(leaf)] = rows, leaf if rows is None else group.take(leaf, rows)
                 kept = taken[id(leaf)][1]
                 given.append(kept)
-            elif is_carrier(leaf):
+            elif is_batched_container(leaf):
                 take = partial(_take_once, group, {})
                 kept = on_tensors(leaf, take)
                 given.append(on_tensors(leaf, take))
@@ -140,7 +140,7 @@ class View:
         Raises:
             ReplacementShapeError: If a replacement does not fit in place of the invoke's rows.
         """
-        left_leaves, structure = pytree.tree_flatten(left, is_leaf=is_carrier)
+        left_leaves, structure = pytree.tree_flatten(left, is_leaf=is_batched_container)
         if structure != self._structure:
             message = structure_message(self._location, structure, self._structure)
             raise ReplacementShapeError(f"{message} With several invokes each may replace its own rows only.")
@@ -157,8 +157,8 @@ class View:
                     if key not in made:
                         made[key] = self._group.put(self._location, whole, rows, given, new)
                     leaves[index] = made[key]
-            elif is_carrier(whole):
-                leaves[index] = write_back(self._location, whole, given, new, self._put_in_carrier)
+            elif is_batched_container(whole):
+                leaves[index] = write_back(self._location, whole, given, new, self._put_in_container)
             elif isinstance(whole, RowSequence):
                 if len(new) != len(given):
                     raise ReplacementShapeError(
@@ -171,8 +171,8 @@ class View:
             changed = changed or leaves[index] is not whole
         return pytree.tree_unflatten(leaves, self._structure) if changed else self._whole
 
-    def _put_in_carrier(self, place: str, whole: torch.Tensor, given: torch.Tensor, new: Any) -> Any:
-        rows = _rows_in_carrier(self._group, place, whole)
+    def _put_in_container(self, place: str, whole: torch.Tensor, given: torch.Tensor, new: Any) -> Any:
+        rows = _rows_in_container(self._group, place, whole)
         where = f"{self._location}` in `{place}"
         if rows is None:
             return new
@@ -184,15 +184,15 @@ class View:
         return self._group.put(where, whole, rows, given, new)
 
 
-def _rows_in_carrier(group: BatchGroup, place: str, tensor: torch.Tensor) -> Rows | None:
-    return group.rows_of(tensor, group.dims.carried.get(place, FIRST))
+def _rows_in_container(group: BatchGroup, place: str, tensor: torch.Tensor) -> Rows | None:
+    return group.rows_of(tensor, group.dims.in_containers.get(place, FIRST))
 
 
 def _take_once(group: BatchGroup, taken: dict[int, torch.Tensor], place: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the group's rows of a tensor in a carrier: the same view each time."""
+    """Return the group's rows of a tensor in a batched container: the same view each time."""
     known = taken.get(id(tensor))
     if known is None:
-        rows = _rows_in_carrier(group, place, tensor)
+        rows = _rows_in_container(group, place, tensor)
         known = taken[id(tensor)] = tensor if rows is None else group.take(tensor, rows)
     return known
 

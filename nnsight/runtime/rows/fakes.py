@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ...shared_changes import SharedChange
 from ...tracing.parsing import with_cells
-from ..carriers import on_tensors
+from ..batched_containers import on_tensors
 
 #: Warning filters and random number generators belong to the process.
 _lock = threading.RLock()

@@ -1,11 +1,11 @@
-"""Carriers: objects with rows in their attributes, such as the key-value cache of a transformers model.
+"""Batched containers: objects with rows in their attributes, such as the key-value cache of a transformers model.
 
 Tuples, lists and dicts can be rebuilt from other items. An object like a ``DynamicCache`` cannot, because the model keeps a reference to it
 and fills it. So an invoke gets a shallow *copy* of it, with views of its rows in the attributes, and what it assigns there is written back
 to the attributes of the original.
 
-Carriers are caches of transformers and their layers, instances of dataclasses, and instances of classes that :func:`register_carrier`
-registers. Containers of ``torch.utils._pytree`` are no carriers; any other object is given whole.
+Batched containers are caches of transformers and their layers, instances of dataclasses, and instances of classes that were registered
+with :func:`register_batched_container`. Containers of ``torch.utils._pytree`` are not among them. An invoke gets any other object whole.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from .errors import ReplacementShapeError
 
-#: What is done to a tensor: ``(place, tensor) -> tensor``. A place names the carrier's class and the attribute.
+#: What is done to a tensor: ``(place, tensor) -> tensor``. A place names the container's class and the attribute.
 OnTensor = Callable[[str, torch.Tensor], torch.Tensor]
 
 #: Puts a replacement in place of some rows: ``(place, whole tensor, given view, replacement) -> whole tensor``.
@@ -35,28 +35,28 @@ _PLAIN = frozenset({type(None), int, float, bool, str, torch.device, torch.dtype
 _NEVER = frozenset({torch.Tensor, torch.nn.Parameter, tuple, list, dict, *_PLAIN})
 
 
-def register_carrier(kind: _Class) -> _Class:
+def register_batched_container(kind: _Class) -> _Class:
     """Let several invokes see instances of ``kind``, and of its subclasses, with the tensors in them narrowed to their rows.
 
-    Can decorate the class. Tensors are found in attributes, also inside containers and other carriers there.
+    Can decorate the class. Tensors are found in attributes, also inside containers and other batched containers there.
     """
     _registered.add(kind)
     _known.clear()
     return kind
 
 
-def is_carrier(value: Any) -> bool:
+def is_batched_container(value: Any) -> bool:
     """Whether ``value`` is an object whose attributes may hold rows."""
     kind = type(value)
     if kind in _NEVER:
         return False
     known = _known.get(kind)
     if known is None:
-        known = _known[kind] = _carries(kind)
+        known = _known[kind] = _holds_rows(kind)
     return known
 
 
-def _carries(kind: type) -> bool:
+def _holds_rows(kind: type) -> bool:
     if issubclass(kind, (torch.Tensor, torch.nn.Module, type)):
         return False
     if any(base in _registered or _is_cache(base) for base in kind.__mro__):
@@ -76,22 +76,22 @@ def _is_container(value: Any) -> bool:
     return kind in pytree.SUPPORTED_NODES or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
 
 
-def attributes(carrier: Any) -> Mapping[str, Any]:
-    """Return the attributes of ``carrier`` by name."""
-    if hasattr(carrier, "__dict__"):
-        return vars(carrier)
-    names = [name for base in type(carrier).__mro__ for name in getattr(base, "__slots__", ())]
-    return {name: getattr(carrier, name) for name in names if hasattr(carrier, name)}
+def attributes(container: Any) -> Mapping[str, Any]:
+    """Return the attributes of ``container`` by name."""
+    if hasattr(container, "__dict__"):
+        return vars(container)
+    names = [name for base in type(container).__mro__ for name in getattr(base, "__slots__", ())]
+    return {name: getattr(container, name) for name in names if hasattr(container, name)}
 
 
 def on_tensors(value: Any, function: OnTensor, place: str = "") -> Any:
-    """Return ``value`` with ``function`` applied to the tensors in it; carriers with other tensors are copied.
+    """Return ``value`` with ``function`` applied to the tensors in it; batched containers with other tensors are copied.
 
     What ``function`` leaves as it is, is not copied: without any change the result is ``value`` itself.
     """
     if isinstance(value, torch.Tensor):
         return function(place, value)
-    if is_carrier(value):
+    if is_batched_container(value):
         changed = {}
         for name, item in attributes(value).items():
             if type(item) in _PLAIN:
@@ -107,7 +107,7 @@ def on_tensors(value: Any, function: OnTensor, place: str = "") -> Any:
         return made
     if type(value) in _PLAIN or not _is_container(value):
         return value
-    leaves, structure = pytree.tree_flatten(value, is_leaf=is_carrier)
+    leaves, structure = pytree.tree_flatten(value, is_leaf=is_batched_container)
     mapped = [on_tensors(leaf, function, f"{place}[{index}]") for index, leaf in enumerate(leaves)]
     if all(new is old for new, old in zip(mapped, leaves, strict=True)):
         return value
@@ -115,15 +115,15 @@ def on_tensors(value: Any, function: OnTensor, place: str = "") -> Any:
 
 
 def write_back(location: str, whole: Any, given: Any, left: Any, put: PutBack, place: str = "") -> Any:
-    """Write what an invoke changed in its copy of a carrier back to the whole; return the whole, or its replacement.
+    """Write what an invoke changed in its copy of a batched container back to the whole; return the whole, or its replacement.
 
     Args:
         location: For messages.
-        whole: The carrier of the whole batch (or what it holds at ``place``), which is changed in place.
+        whole: The container of the whole batch (or what it holds at ``place``), which is changed in place.
         given: The invoke's copy as it got it.
         left: The invoke's copy after its turn, or what it put in its place.
         put: Joins a replacement with the rows of the others.
-        place: Of ``whole`` inside the carrier.
+        place: Of ``whole`` inside the container.
 
     Raises:
         ReplacementShapeError: If ``left`` has another structure.
@@ -137,7 +137,7 @@ def write_back(location: str, whole: Any, given: Any, left: Any, put: PutBack, p
             f"The replacement of `{location}` has a {type(left).__name__} in place of this invoke's {type(given).__name__}"
             f"{f' at {place}' if place else ''}. With several invokes each may replace its own rows only."
         )
-    if is_carrier(given):
+    if is_batched_container(given):
         before, after = attributes(given), attributes(left)
         for name, item in after.items():
             inner = f"{type(given).__qualname__}.{name}"
@@ -146,14 +146,14 @@ def write_back(location: str, whole: Any, given: Any, left: Any, put: PutBack, p
             if new is not old:
                 object.__setattr__(whole, name, new)
         return whole
-    whole_leaves, structure = pytree.tree_flatten(whole, is_leaf=is_carrier)
-    left_leaves, left_structure = pytree.tree_flatten(left, is_leaf=is_carrier)
+    whole_leaves, structure = pytree.tree_flatten(whole, is_leaf=is_batched_container)
+    left_leaves, left_structure = pytree.tree_flatten(left, is_leaf=is_batched_container)
     if left_structure != structure:
         raise ReplacementShapeError(
             f"This invoke left {place} of `{location}` with another number of entries. With several invokes each may replace "
             "its own rows only."
         )
-    given_leaves = pytree.tree_leaves(given, is_leaf=is_carrier)
+    given_leaves = pytree.tree_leaves(given, is_leaf=is_batched_container)
     merged = [
         write_back(location, *leaves, put, f"{place}[{index}]")
         for index, leaves in enumerate(zip(whole_leaves, given_leaves, left_leaves, strict=True))

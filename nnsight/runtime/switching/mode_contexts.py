@@ -42,7 +42,7 @@ class _Model(NamedTuple):
 _Plain = tuple[bool, int]
 
 
-class Sides:
+class ModeContexts:
     """Keeps the modes of one block apart from those of the model.
 
     :meth:`begin` and :meth:`end` stand around each turn of the block, on the model's side.

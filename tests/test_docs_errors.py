@@ -393,11 +393,17 @@ class Mistakes(Models):
         with self.trace(self.x) as tracer:
             tracer.cache(modules=["model.7"])
 
-    def cache_of_a_module_that_had_run(self) -> None:
+    def cache_of_a_module_that_did_not_run(self) -> None:
+        with self.trace(self.x) as tracer:
+            cache = tracer.cache()
+            _ = self.model[0].output
+            tracer.stop()
+        cache["model.1"]
+
+    def cache_behind_an_access(self) -> None:
         with self.trace(self.x) as tracer:
             _ = self.model.output
-            cache = tracer.cache()
-        cache["model.0"]
+            tracer.cache()
 
     def scan_of_beams(self) -> None:
         with language_model().generate("The", max_new_tokens=2, num_beams=2, scan=True):

@@ -190,10 +190,10 @@ class Mediator(runtime.Mediator):
         location, occurrence = split_requester(provider)
         if run is None or not self.waits_at(location, run.counts.get(location, 0) if occurrence is None else occurrence):
             return value
-        outer, run.at = run.at, self.waiting
+        run.visits.append(self.waiting)
         value = self.respond(value)
         run.run_ready()
-        run.at = outer
+        run.visits.pop()
         return value
 
     def respond(self, value: Any = None) -> Any:

@@ -83,7 +83,7 @@ def with_child_named(base: type[Envoy], name: str) -> type[Envoy]:
     """Return ``base`` with its attribute ``name`` moved to ``nns_<name>``, to make room for a child module."""
     moved = getattr(base, name)
     warnings.warn(
-        f"A child module is called `{name}`, as is an attribute of envoys: `.{name}` is the child, `.nns_{name}` the attribute.",
+        f"The child module `{name}` shadows an attribute of envoys: `.{name}` is the child, `.nns_{name}` the attribute.",
         UserWarning,
         stacklevel=2,
     )

@@ -396,10 +396,10 @@ class Envoy(Located):
         if not name.isidentifier():
             raise ValueError(f"rename: {name!r} is not a name; the new name of a module is one word.")
         if name in self.__dict__ or hasattr(type(self), name) or hasattr(self._module, name):
-            known = {**dict.fromkeys(self._aliases, "another further name"), **dict.fromkeys(self._children, "a child")}
-            owner = self if hasattr(type(self), name) else self._module
-            what = known.get(name, f"an attribute of {type(owner).__name__}")
-            raise ValueError(f"rename: `{self._path}` already has an attribute `{name}`, {what}; choose another name.")
+            known = {**dict.fromkeys(self._aliases, "an alias already bound"), **dict.fromkeys(self._children, "a child module")}
+            owner = next((kind for kind in reversed(type(self).__mro__) if name in vars(kind)), type(self._module))
+            what = known.get(name, f"`{owner.__name__}.{name}`")
+            raise ValueError(f"rename: {name!r} would hide an attribute of `{self._path}`, {what}. Choose another name.")
         self.__dict__[name] = target
         self._aliases.add(name)
 

@@ -17,6 +17,7 @@ from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit
 from ..runtime.gradients import add_tensor_methods
 from ..runtime.interleaver import active_interleaver
+from ..runtime.invoker import Joined, join_at_once
 from ..runtime.modules.interception import is_compiling
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.tracer import Arguments, Driver, InterleavingTracer
@@ -384,13 +385,19 @@ class NNsight(Editable):
 
     def _prepare_input(self, *args: Any, **kwargs: Any) -> Arguments:
         """Turn what the user passed to :meth:`trace` into the arguments of the module; subclasses override."""
-        return args, kwargs
+        joined = self._join_at_once([(args, kwargs)])
+        return (args, kwargs) if joined is None else joined.batched
+
+    def _join_at_once(self, inputs: list[Arguments], function: Any = None) -> Joined | None:
+        return join_at_once(self, inputs, function or self._module)
 
     def _compiled_driver(self) -> CompiledDriver:
         return self._compiled or self._make_driver({})
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the arguments of one more invoke to those of earlier ones; subclasses that can do so override.
+
+        That of a subclass with ``_batch_size`` joins all invokes at once, see :func:`~nnsight.runtime.invoker.join_at_once`.
 
         Args:
             batched: The arguments joined so far, ``None`` for the first invoke.

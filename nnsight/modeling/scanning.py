@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..runtime.interleaver import Interleaver, active_interleaver
+from ..runtime.invoker import Joined
 from ..runtime.mediator import Mediator
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Report
@@ -124,6 +125,11 @@ class _OutsideFakeMode:
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         with unset_fake_temporarily():
             return self._model._batch(batched, *args, **kwargs)
+
+    def _join_at_once(self, inputs: list[Arguments]) -> Joined | None:
+        at_once = getattr(self._model, "_join_at_once", None)
+        with unset_fake_temporarily():
+            return None if at_once is None else at_once(inputs)
 
 
 def _observe(interleaver: Interleaver, paths: Mapping[str, Any], seen: dict[str, Any]) -> None:

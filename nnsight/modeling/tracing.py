@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..envoy.envoy import Envoy
 from ..late_binding import late
 from ..runtime.interleaver import Interleaver
+from ..runtime.invoker import Joined
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.report import Report
 from ..runtime.tracer import Arguments, Batchable, Driver, InterleavingTracer, Named
@@ -190,6 +191,9 @@ class TracedFunction:
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         return self._root._batch(batched, *args, **kwargs)
+
+    def _join_at_once(self, inputs: list[Arguments]) -> Joined | None:
+        return self._root._join_at_once(inputs, self._function)
 
 
 def traced_method(root: NNsight, envoy: Envoy, name: str | Callable[..., Any]) -> TracedFunction:

@@ -110,7 +110,7 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
         InvalidProgramError: If the payload is malformed.
     """
     job = _decoded(payload, limits or Limits())
-    if type(model)._batch is NNsight._batch or len(job.runs) != 1:
+    if type(model)._batch is NNsight._batch or hasattr(type(model), "_batch_size") or len(job.runs) != 1:
         return None
     run = job.runs[0]
     if model._compile_by_default and (run["call"] == "generate" or not job.header):

@@ -66,9 +66,9 @@ def uncaptured_message(location: str) -> str:
 def loop_ended_message(location: str, occurrence: int) -> str:
     """Say that a loop over occurrences has ended where the model had."""
     return (
-        f"The loop ended at `{location}.i{occurrence}`, which was not provided: the model had finished. What the loop "
-        "did so far is kept; the rest of this step and the code after the loop were not run. Bound the loop, as in "
-        "`tracer.iter[:3]`, or put what follows into an invoke of its own."
+        f"The loop ended at `{location}.i{occurrence}`, which was never reached: the model had finished. The effects of the "
+        "loop so far are kept. The rest of this step and the code after the loop were not run. Bound the loop, as in "
+        "`tracer.iter[:3]`, or put the code after it into an invoke of its own."
     )
 
 

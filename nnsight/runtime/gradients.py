@@ -11,9 +11,10 @@ wrapped model on (:func:`add_tensor_methods`).
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -195,7 +196,8 @@ class BackwardsTracer(Tracer):
                 "The loss of `with ...backward():` does not require grad: nothing that it is made of does, or it was made under "
                 "`torch.no_grad()`. Call `.requires_grad_()` on a tensor in the trace, before the model uses it."
             )
-        _run_along(loss, function, self.info, lambda: _plain_backward(loss, *args, **kwargs))
+        with explaining_freed_graphs():
+            _run_along(loss, function, self.info, lambda: _plain_backward(loss, *args, **kwargs))
 
     def _close(self) -> None:
         super()._close()
@@ -251,7 +253,25 @@ def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return run.recorder.gradients.begin(self, args, kwargs, calls_for_with(sys._getframe(1)))
     if calls_for_with(sys._getframe(1)):
         return BackwardsTracer(self, args, kwargs)
-    return _plain_backward(self, *args, **kwargs)
+    with explaining_freed_graphs():
+        return _plain_backward(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def explaining_freed_graphs() -> Iterator[None]:
+    """Add to an error of autograd about a freed graph that all invokes of a trace have the same graph."""
+    run = active_interleaver()
+    try:
+        yield
+    except RuntimeError as error:
+        invokes = [] if run is None else [mediator for mediator in run.mediators if mediator.batch_group is not None]
+        if len(invokes) > 1 and "backward through the graph a second time" in str(error):
+            error.args = (
+                "All invokes of a trace share one autograd graph, since they run as a single batched forward pass, and an earlier "
+                "`backward` has freed it. Pass `retain_graph=True` to each `backward` but the last: the earlier one did not have it. "
+                f"Original error from torch.autograd: {error}",
+            )
+        raise
 
 
 def add_tensor_methods() -> None:

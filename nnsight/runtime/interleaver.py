@@ -117,7 +117,7 @@ class Interleaver:
         self.waited = Waited()  # number of mediators waiting, by location; a driver calls `handle` for these
         self.counts: Counter[str] = Counter()  # how often the run has passed each location; a driver counts the others itself
         self.current: Mediator | None = None  # the mediator whose code is running; `None` while the model runs
-        self.at: tuple[str, int] | None = None  # the location and occurrence that is being handled
+        self.visits: list[tuple[str, int]] = []  # locations and occurrences that are being handled; a block can call modules in one
         self._lending: list[Mediator | None] = []  # blocks that have lent their turn to a module that they call
         self.ready: list[Mediator] = []  # those that can go on as soon as the running one waits
         self._token: Any = None
@@ -157,7 +157,7 @@ class Interleaver:
         self.counts[location] = occurrence + 1
         if location not in self.waited:
             return value
-        outer, self.at = self.at, (location, occurrence)
+        self.visits.append((location, occurrence))
         served = True
         while served and location in self.waited:  # one visit can lead another block to ask for the same location
             served = False
@@ -171,9 +171,14 @@ class Interleaver:
             for mediator, observer in self.observers.get(location, ()):
                 group = mediator.batch_group
                 observer(value if group is None else group.narrow(value, location, occurrence))
-        self.at = outer
+        self.visits.pop()
         self.end_if_stopped()
         return value
+
+    @property
+    def at(self) -> tuple[str, int] | None:
+        """The location and occurrence that is being handled, the innermost one."""
+        return self.visits[-1] if self.visits else None
 
     def end_if_stopped(self) -> None:
         """End the run, by an :class:`EarlyStopException`, if a block has stopped it."""
@@ -182,25 +187,25 @@ class Interleaver:
 
     def handle_returned(self, location: str, value: Any) -> Any:
         """Offer the returned output at ``location`` to the mediators that got a deferred output there and wait for the value."""
-        outer, occurrence = self.at, self.counts[location] - 1
-        self.at = (location, occurrence)
+        occurrence = self.counts[location] - 1
+        self.visits.append((location, occurrence))
         for mediator in self.mediators:
             while mediator.waits_at(location + RETURNED, occurrence):
                 value = mediator.visit(location, occurrence, value)
                 self.run_ready()
-        self.at = outer
+        self.visits.pop()
         self.end_if_stopped()
         return value
 
     def begin_step(self, location: str) -> None:
         """Let the mediators go on that wait for the step that the next occurrence of ``location`` begins, without its value."""
         begun = location, self.counts.get(location, 0)
-        outer, self.at = self.at, begun
+        self.visits.append(begun)
         for mediator in self.mediators:
             if mediator.awaits_step and mediator.waits_at(*begun):
                 mediator.proceed()
                 self.run_ready()
-        self.at = outer
+        self.visits.pop()
         self.end_if_stopped()
 
     def observe(self, location: str, observer: Callable[[Any], None], mediator: Mediator | None = None) -> None:

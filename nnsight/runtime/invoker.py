@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import CONFIG
 from ..tracing import Block, Tracer
 from .interleaver import Interleaver, active_interleaver
 
 if TYPE_CHECKING:
-    from .tracer import InterleavingTracer
+    from .tracer import Arguments, Batchable, InterleavingTracer
 
 
 @dataclass(eq=False)
@@ -31,6 +31,50 @@ class Invoke:
     def has_input(self) -> bool:
         """Whether the invoke adds rows to the batch."""
         return bool(self.args or self.kwargs)
+
+
+class Joined(NamedTuple):
+    """The inputs of several invokes as one batch: its arguments, the ``parts`` of the invokes, and their numbers of rows."""
+
+    batched: Arguments
+    parts: list[Arguments]
+    sizes: list[int]
+
+
+def join_inputs(model: Batchable, inputs: list[Arguments]) -> Joined:
+    """Prepare the inputs of several invokes, and join them to one batch."""
+    at_once: Callable[[list[Arguments]], Joined | None] | None = getattr(model, "_join_at_once", None)
+    joined = None if at_once is None else at_once(inputs)
+    if joined is not None:
+        return joined
+    batched: Arguments | None = None
+    parts: list[Arguments] = []
+    sizes: list[int] = []
+    for given, named in inputs:
+        args, kwargs = model._prepare_input(*given, **named)[:2]
+        batched, size = model._batch(batched, *args, **kwargs)
+        parts.append((args, kwargs))
+        sizes.append(size)
+    assert batched is not None
+    return Joined(batched, parts, sizes)
+
+
+def join_at_once(model: Any, inputs: list[Arguments], function: Any) -> Joined | None:
+    """Join the inputs of all invokes by the methods of a class that has ``_batch_size``; return ``None`` for other classes.
+
+    ``_batch_size(*args, **kwargs)`` returns the number of rows of an input. ``_batch(invokes, function)`` of such a class gets the
+    ``(args, kwargs)`` of each invoke, of one or several, and the called function. It returns the joined ``(args, kwargs)``.
+    """
+    rows = getattr(type(model), "_batch_size", None)
+    if rows is None:
+        return None
+    sizes = [rows(model, *args, **kwargs) for args, kwargs in inputs]
+    if len(inputs) > 1 and 0 in sizes:
+        raise ValueError(
+            f"`{type(model).__name__}._batch_size` found no rows in the input of invoke {sizes.index(0)}. Pass options of the run to the "
+            "trace, and an input to each invoke. An invoke without arguments, `tracer.invoke()`, sees the whole batch."
+        )
+    return Joined(model._batch(inputs, function), inputs, sizes)
 
 
 class Invoker(Tracer):

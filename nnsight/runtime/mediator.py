@@ -393,7 +393,7 @@ class Mediator:
                     return
         interleaver.check_request(location)
         passed = interleaver.counts.get(location, 0) > occurrence
-        if passed and (interleaver.at != (location, occurrence) or self._location == "result"):
+        if passed and ((location, occurrence) not in interleaver.visits or self._location == "result"):
             raise OutOfOrderError(passed_message(location, occurrence, self.last_visited))
         self._switch_to_model(location, occurrence, asks)
 

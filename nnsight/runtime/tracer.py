@@ -21,7 +21,7 @@ from .controls import RunControls
 from .editing import Edit
 from .errors import EarlyStopException, ReplacementShapeError
 from .interleaver import Interleaver
-from .invoker import Barrier, Invoke, Invoker
+from .invoker import Barrier, Invoke, Invoker, join_inputs
 from .iteration import running_mediator
 from .mediator import Mediator
 from .modules.eproperty import eproperty
@@ -162,6 +162,8 @@ class InterleavingTracer(RunControls, Tracer):
     ) -> Cache:
         """Keep what modules return, and are given, from here on. The cache is saved without ``.save()``.
 
+        Call it before the block reads or modifies a value, so that the cache misses nothing.
+
         Args:
             modules: Envoys or paths of the modules; all by default.
             device: Device for the kept tensors; ``None`` for theirs.
@@ -172,11 +174,17 @@ class InterleavingTracer(RunControls, Tracer):
             non_blocking: As for :meth:`torch.Tensor.to`.
 
         Raises:
-            ValueError: Outside a block, for a module that is not part of the model, or if nothing is to be kept.
+            ValueError: Outside a block, behind a read or an edit in the block, for a module that is not part of the model, or if nothing
+                is to be kept.
         """
         mediator, model = running_mediator("tracer.cache()"), self._model
         if not (include_output or include_inputs):
             raise ValueError("tracer.cache() was asked to keep neither outputs nor inputs.")
+        if mediator.visited is not None:
+            raise ValueError(
+                f"tracer.cache() was called after the block had stopped at `{mediator.last_visited}`, so it could miss modules that have "
+                "run. Call it before reading or modifying a value of the model."
+            )
         if model is None:
             raise ValueError("tracer.cache() was called on a tracer whose trace has ended: use the one of this block.")
         paths = paths_to_cache(modules, list(model._tree.names()), model._alias_paths())
@@ -353,16 +361,9 @@ class InterleavingTracer(RunControls, Tracer):
             args, kwargs = model._prepare_input(*first.args, **first.kwargs)[:2]
             first.note((args, kwargs))
             return (args, {**kwargs, **shared}), {}
-        batched: Arguments | None = None
-        parts: list[Arguments] = []
-        sizes: list[int] = []
-        for invoke in invokes:
-            args, kwargs = model._prepare_input(*invoke.args, **invoke.kwargs)[:2]
-            invoke.note((args, kwargs))
-            batched, size = model._batch(batched, *args, **kwargs)
-            parts.append((args, kwargs))
-            sizes.append(size)
-        assert batched is not None
+        batched, parts, sizes = join_inputs(model, [(invoke.args, invoke.kwargs) for invoke in invokes])
+        for invoke, part in zip(invokes, parts, strict=True):
+            invoke.note(part)
         batched = (batched[0], {**batched[1], **shared})
         call = getattr(model, "_call_on", None)
         dims = BatchDims() if self._model is None else find_batch_dims(self._model._tree, call, batched, parts, sizes)

@@ -163,6 +163,25 @@ def test_a_hooked_call_with_rows(model: Rows, compile: bool) -> None:
 
 
 @both
+@pytest.mark.parametrize("is_edit", [False, True])
+def test_the_location_of_a_hooked_call_is_read_behind_the_call(model: Rows, compile: bool, is_edit: bool) -> None:
+    """The call is made while the model stands at ``first``: a later block gets its values, and then the value at ``first``."""
+    if is_edit:
+        with model.edit(inplace=True):
+            model.first.output[:] = model.sae(model.first.output, hook=True)
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(X):
+            if not is_edit:
+                model.first.output[:] = model.sae(model.first.output, hook=True)
+        with tracer.invoke():
+            coded = model.sae.encoder.output.clone().save()
+            first = model.first.output.clone().save()
+    module = model._module
+    assert torch.equal(coded, module.sae.encoder(module.first(X)))
+    assert torch.equal(first, module.sae(module.first(X)))
+
+
+@both
 def test_modules_below_a_hooked_call_pass_their_locations(model: Rows, compile: bool) -> None:
     module = model._module
 

@@ -150,18 +150,20 @@ def test_modules_found_by_another_way_than_their_name_are_envoys() -> None:
     assert torch.equal(hidden, model._module.transformer(X))
 
 
-@pytest.mark.parametrize("name", ["head", "output", "input", "trace", "path"])
-def test_a_taken_name(name: str) -> None:
-    what = "a child" if name == "head" else "an attribute of NNsight"
-    with pytest.raises(ValueError, match=f"already has an attribute `{name}`, {what}"):
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("head", "a child module"), ("output", "`.*output`"), ("input", "`Located.input`"), ("trace", "`Envoy.trace`"), ("path", "`.*path`")],
+)
+def test_a_taken_name(name: str, what: str) -> None:
+    with pytest.raises(ValueError, match=f"rename: '{name}' would hide an attribute of `model`, {what}"):
         make(rename={"transformer": name})
-    with pytest.raises(ValueError, match="attribute `x`, another further name"):
+    with pytest.raises(ValueError, match="'x' would hide an attribute of `model`, an alias already bound"):
         make(rename={"transformer": "x", "head": "x"})
 
 
 def test_a_name_of_the_module_is_taken() -> None:
     """An attribute of the module would be hidden by the envoy."""
-    with pytest.raises(ValueError, match="already has an attribute `width`, an attribute of Net"):
+    with pytest.raises(ValueError, match="'width' would hide an attribute of `model`, `Net.width`"):
         make(rename={"transformer": "width"})
 
 

@@ -169,12 +169,24 @@ def test_a_choice_of_modules(model: NNsight, compile: bool) -> None:
 
 
 @both
-def test_from_where_the_cache_is_made_on(model: NNsight, compile: bool) -> None:
+@pytest.mark.parametrize("access", ["read", "write"])
+def test_a_cache_made_after_an_access(model: NNsight, compile: bool, access: str) -> None:
+    """It could miss modules that have run."""
+    with pytest.raises(ValueError, match=r"after the block had stopped at `model\.layers\.1\.input\.i0`"):
+        with model.trace(X, compile=compile) as tracer:
+            if access == "read":
+                model.layers[1].input  # noqa: B018
+            else:
+                model.layers[1].input = torch.zeros(2, 6)
+            tracer.cache()
+
+
+@both
+def test_a_module_that_is_not_cached(model: NNsight, compile: bool) -> None:
     with model.trace(X, compile=compile) as tracer:
-        model.layers[1].input  # noqa: B018
-        cache = tracer.cache()
+        cache = tracer.cache(modules=[model.layers[1]])
     assert "model.layers.0" not in cache
-    with pytest.raises(KeyError, match=r"nothing of `model\.layers\.0`: the module did not run"):
+    with pytest.raises(KeyError, match=r"`model\.layers\.0` is not in the cache"):
         cache["model.layers.0"]
     assert torch.equal(cache["model.layers.1"].output, hooked(model, "layers.1")[0])
 

@@ -743,3 +743,26 @@ def test_backward_with_and_without_a_block() -> None:
     x.grad = None
     assert second.sum().backward() is None
     assert torch.equal(x.grad, (2 * first * 2).detach())
+
+
+@real_graph
+@pytest.mark.parametrize("later", [{}, {"retain_graph": True}])
+@pytest.mark.parametrize("block", [True, False])
+def test_invokes_that_need_the_graph_of_another(backend: str | None, later: dict[str, Any], block: bool) -> None:
+    """Autograd's own error does not say that invokes share a graph."""
+    model = Rows(Net(), compile=False if backend is None else {"backend": backend})
+
+    def differentiate(**how: Any) -> None:
+        if not block:
+            model.output.sum().backward(**how)
+            return
+        hidden = model.first.output
+        with model.output.sum().backward(**how):
+            hidden.grad.clone()
+
+    with pytest.raises(RuntimeError, match=r"share one autograd graph.*`retain_graph=True`.*torch\.autograd: Trying to backward"):
+        with model.trace() as tracer:
+            with tracer.invoke(X):
+                differentiate()
+            with tracer.invoke(X):
+                differentiate(**later)

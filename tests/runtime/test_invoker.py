@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import nnsight
-from nnsight import CONFIG
+from nnsight import CONFIG, NNsight
 from nnsight.runtime import OutOfOrderError
 
 from ..conftest import Hooks, Rows, agree, assert_no_instrumentation, both, same
@@ -431,3 +431,60 @@ def test_an_invoke_knows_its_input(model: Rows, a: torch.Tensor, b: torch.Tensor
         assert all(torch.equal(found, one_input) for found in seen)
         assert torch.equal(other, two_input * 2)
         assert none == [None, (), {}]
+
+
+# -- classes that join the inputs of all invokes at once ---------------------------------------------------------------
+
+
+class AtOnce(NNsight):
+    """``_batch`` gets all invokes; inputs are lists of numbers."""
+
+    def _batch_size(self, *inputs: Any, **kwargs: Any) -> int:
+        return len(inputs[0]) if inputs else 0
+
+    def _batch(self, invokes: Any, function: Any) -> Any:
+        self.__dict__["seen"] = (len(invokes), function)
+        return (torch.cat([torch.tensor(inputs[0]) for inputs, _ in invokes]),), {}
+
+
+@both
+@pytest.mark.parametrize("fn", [None, "forward"])
+def test_inputs_joined_at_once(compile: bool, fn: str | None) -> None:
+    model = AtOnce(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 2)))
+    one, two = [[1.0, 2.0]], [[3.0, 4.0], [5.0, 6.0]]
+    with model.trace(compile=compile, **({} if fn is None else {"fn": fn})) as tracer:
+        with tracer.invoke(one):
+            model[0].output[:] *= 2
+            first = model[1].output.save()
+        with tracer.invoke(two):
+            second = model[1].output.save()
+        with tracer.invoke():
+            whole = model[0].output.save()
+    assert model.seen[0] == 2 and callable(model.seen[1])
+    module = model._module
+    torch.testing.assert_close(first, module[1](module[0](torch.tensor(one)) * 2))
+    torch.testing.assert_close(second, module(torch.tensor(two)))
+    assert len(whole) == 3
+
+
+@both
+def test_a_single_input_joined_at_once(compile: bool) -> None:
+    """``_batch`` also prepares the input of a trace, of a scan, and of a call without a block."""
+    model = AtOnce(torch.nn.Linear(2, 3))
+    with model.trace([[1.0, 2.0]], compile=compile):
+        out = model.output.save()
+    assert model.seen == (1, model._module)
+    assert torch.equal(out, model._module(torch.tensor([[1.0, 2.0]])))
+    with model.scan([[1.0, 2.0], [3.0, 4.0]]):
+        shape = nnsight.save(model.output.shape)
+    assert shape == (2, 3)
+    assert torch.equal(model.trace([[1.0, 2.0]], trace=False), out)
+
+
+def test_an_input_without_rows_among_those_joined_at_once() -> None:
+    model = AtOnce(torch.nn.Linear(2, 3))
+    with pytest.raises(ValueError, match=r"`AtOnce\._batch_size` found no rows in the input of invoke 1"), model.trace() as tracer:
+        with tracer.invoke([[1.0, 2.0]]):
+            pass
+        with tracer.invoke(scale=2.0):
+            pass

@@ -19,7 +19,7 @@ from ..conftest import Hooks, Rows, agree, assert_no_instrumentation, both, same
 from ..contract.guide import PARIS, language_model
 
 STEPS = 5
-ENDED = "which was not provided: the model had finished"
+ENDED = "which was never reached: the model had finished"
 
 
 class Recurrent(torch.nn.Module):

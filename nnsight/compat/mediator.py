@@ -190,6 +190,7 @@ class Mediator(runtime.Mediator):
         location, occurrence = split_requester(provider)
         if run is None or not self.waits_at(location, run.counts.get(location, 0) if occurrence is None else occurrence):
             return value
+        assert self.waiting is not None
         run.visits.append(self.waiting)
         value = self.respond(value)
         run.run_ready()

@@ -79,7 +79,8 @@ class Editable(Envoy):
         ``torch.export`` makes of it needs no nnsight.
 
         Args:
-            *args: An example of the input, as for :meth:`trace`. Its values do not matter. Models of transformers need none.
+            *args: An example of the input, as for :meth:`trace`. Its values do not matter. Most models of transformers that read only
+                text need none.
             **kwargs: Likewise, by name.
 
         Raises:

@@ -146,12 +146,20 @@ def baked_edits(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if hasattr(model, "dispatch"):
         model.dispatch()
     model._sync()
-    if not args and not kwargs:
+    made_up = not args and not kwargs
+    if made_up:
         kwargs = dict(getattr(model._module, "dummy_inputs", None) or {})
+        if getattr(model._module, "main_input_name", None) not in {None, *kwargs}:  # that of transformers is for models of text
+            kwargs = {}
         if not kwargs:
             raise ValueError("bake() needs an example of the input, as in `edited.bake(x)`, to know the sizes that the edits work on.")
     args, kwargs = model._prepare_input(*args, **kwargs)[:2]
-    job, values, _ = _record(model, args, kwargs)
+    try:
+        job, values, _ = _record(model, args, kwargs)
+    except Exception as error:
+        if made_up:
+            error.add_note("The model ran on its `dummy_inputs`. If it cannot, pass an example of the input: `edited.bake(**inputs)`.")
+        raise
     compiled = model._compiled_edits
     if compiled is not None and compiled.edits == model._edits:
         values = {name: compiled.params.get(name, value) if name.isidentifier() else value for name, value in values.items()}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
 from nnsight import NNsight
 from nnsight.remote import InvalidProgramError, NotExpressibleError
@@ -228,6 +228,29 @@ def test_what_cannot_be_baked_is_refused(kind: str) -> None:
             model[1].output[:] = 0.0
     with pytest.raises(error, match=message):
         edited.bake(*([] if kind == "no example" else [x]))
+
+
+def test_examples_of_models_of_transformers() -> None:
+    """Their ``dummy_inputs`` are token ids, which only models of text take, and not all of these."""
+    ids = torch.randint(0, 20, (2, 5))
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    image: Any = NNsight(ViTForImageClassification(ViTConfig(**sizes, image_size=4, patch_size=2)))
+    with image.edit() as edited:
+        image.classifier.output[:] = 0.0
+    with pytest.raises(ValueError, match="needs an example of the input"):
+        edited.bake()
+    pixels = torch.randn(2, 3, 4, 4)
+    assert not edited.bake(pixels)(pixels).logits.any()
+
+    text, vision = {**sizes, "vocab_size": 20, "eos_token_id": 1}, {**sizes, "image_size": 4, "patch_size": 2}
+    both: Any = NNsight(CLIPModel(CLIPConfig(text_config=text, vision_config=vision)))
+    with both.edit() as edited:
+        both.text_projection.output[:] = 1.0
+    with pytest.raises(AttributeError) as caught:
+        edited.bake()
+    assert "pass an example of the input" in caught.value.__notes__[0]
+    inputs = {"input_ids": ids, "pixel_values": pixels}
+    torch.testing.assert_close(edited.bake(**inputs)(**inputs).logits_per_text, edited(**inputs).logits_per_text)
 
 
 def test_hooks_of_an_applied_module() -> None:

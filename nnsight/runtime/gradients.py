@@ -113,7 +113,7 @@ def known_to_autograd(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_of(value: Any) -> Any:
-    """Return the object on which a block looks up ``value.grad``: ``value`` itself, except in backward blocks and recordings."""
+    """Return the object on which a block looks up ``value.grad``: ``value``, except in backward blocks and blocks that are recorded."""
     run = active_interleaver()
     if run is not None and run.recorder is not None:
         return run.recorder.gradients.location_of(value)

@@ -105,7 +105,7 @@ class Mediator:
 
     @property
     def awaits_step(self) -> bool:
-        """Whether the block waits for the begin of a step, and not for a value."""
+        """Whether the block waits for the beginning of a step, and not for a value."""
         return self.waiting is not None and self.waiting[0] == ANYWHERE
 
     def visit(self, location: str, occurrence: int, value: Any) -> Any:

@@ -18,9 +18,9 @@ class Break:
     """A cut of a graph or a remote job, where a block needed a concrete value; or a graph break of the model itself."""
 
     location: str  # the location of the block's visit, or the last location before the model's graph break
-    reason: str  # the operation that needed the value
-    filename: str  # file of that operation: the user's, or the model's
-    line: int  # its line in the file
+    reason: str  # the reason in words
+    filename: str  # the user's file, or the model's
+    line: int  # the line in it
 
     def __str__(self) -> str:
         return f"{self.filename}:{self.line}: {self.reason} at `{self.location}`"

@@ -1,7 +1,7 @@
 """A trace: one run of a model together with captured blocks.
 
-The block of the trace starts before the model. If it requests a location, it is the only block of the run. If it opens invokes and ends
-without a request, the blocks of the invokes are the blocks of the run, and their inputs are joined to the batch.
+The block of the trace starts before the model, and runs to its first request or to its end. If it has opened invokes by then, their blocks
+join the run, each on the rows of its own input, and their inputs are joined to the batch.
 """
 
 from __future__ import annotations

@@ -34,11 +34,7 @@ def uncompiled_itself(function: F) -> F:
 
 
 def leave_to_python(what: str) -> None:
-    """If dynamo is tracing, let the traced function run as Python; with ``fullgraph=True`` this is an error.
-
-    Args:
-        what: The call that cannot be traced, for messages.
-    """
+    """If dynamo is tracing, let the traced function run as Python, because ``what`` cannot be traced; an error with ``fullgraph=True``."""
     if is_compiling():
         load("call_edited")  # dynamo then knows what `leave_frame` is
         leave_frame(what)

@@ -17,7 +17,7 @@ _KINDS_FOR_ALL = tuple(f"_global{kind}" for kind in _KINDS)
 
 
 class Attached:
-    """The hooks of ``modules``, torch's global module hooks, and the ``forward`` of the modules' classes, as of the latest look."""
+    """The hooks of ``modules``, torch's global module hooks, and the ``forward`` of the modules' classes, as of the latest check."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         modules = list(modules)

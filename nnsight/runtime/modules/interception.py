@@ -91,9 +91,9 @@ _module_by_module = SharedChange(_switch_fast_path_off, torch.backends.mha.set_f
 
 
 class Instrumentation:
-    """Intercepts the calls of a tree of modules while entered.
+    """A context manager that intercepts the calls of ``modules``, given by path, the prefix of their locations.
 
-    Entering nests and may happen in several threads at once. ``modules`` are given by path, the prefix of their locations.
+    It can be entered several times at once, nested or in several threads.
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], traced_call: TracedCall | None = None) -> None:

@@ -4,8 +4,8 @@ The operations of a function are its calls and its assignments. They are found i
 second version of the function is compiled from this tree, in which a call ``f(x)`` is ``operation(f, x)`` and ``y = x`` is
 ``y = operation(x)``, see :mod:`~nnsight.runtime.modules.operations`.
 
-The calls of ``f`` are named ``f_0``, ``f_1``, …. A second numbering counts the calls of ``f`` and the assignments to ``f`` together, in order
-of execution; it applies to numbers that no call has. So in ``f = pick(); f(x)`` the call is ``f_0``, and ``f_1`` is its alias. In
+The calls of ``f`` are named ``f_0``, ``f_1``, …. A second numbering counts the calls of ``f`` and the assignments to ``f`` together, in
+order of execution; it applies to numbers that no call has. So in ``f = pick(); f(x)`` the call is ``f_0``, and ``f_1`` is its alias. In
 ``f = pick()`` alone, the assignment is ``f_0``.
 
 The source of a function is read from its file, and used only if it compiles to the same instructions as the function has.
@@ -142,7 +142,7 @@ def _written(function: types.FunctionType) -> tuple[_Node, str | None]:
     for node, class_name in _candidates(tree, code):
         if _matches(_compiled(copy.deepcopy(node), class_name, code), code):
             return node, class_name
-    raise SourceError(f"{name} is not what its file has at this line. The file was probably edited after it was loaded: reload it.")
+    raise SourceError(f"{name} differs from the code at this line of its file. The file was probably edited since its import: reload it.")
 
 
 def _candidates(tree: ast.Module, code: types.CodeType) -> Iterator[tuple[_Node, str | None]]:

@@ -167,9 +167,9 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         """Keep a copy of ``value``, which has just left ``<path>.<key>``."""
         if not len(self._entries[path]):  # the first call: entries are in the order in which modules first ran
             self._entries[path] = self._entries.pop(path)
-        self._entries[path]._values[key].append(pytree.tree_map(self._kept, value))
+        self._entries[path]._values[key].append(pytree.tree_map(self._copied, value))
 
-    def _kept(self, leaf: Any) -> Any:
+    def _copied(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         kept = leaf.detach() if self._detach else leaf

@@ -78,7 +78,7 @@ def never_reached_message(location: str, occurrence: int, calls: int, visited: s
         cause = "not every participating block called it, and it opens only when all of them have"
     elif location.endswith(".grad"):
         cause = (
-            "the backward pass had already passed this tensor, or does not reach it. Gradients come in the reverse order of the "
+            "the backward pass had passed this tensor, or does not reach it. Gradients come in the reverse order of the "
             "forward pass: read those of later layers first"
         )
     elif stopped:

@@ -81,17 +81,17 @@ class Gradient:
 
 
 #: Results of compiled graphs: the tensor that autograd knows in place of each, or its version if autograd lacks a part of its gradient.
-_seen_as = WeakIdKeyDictionary()
+_gradient_sources = WeakIdKeyDictionary()
 
 
 def stand_for(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Let ``tensor.grad`` be the gradient of ``other``. The user holds ``tensor``, which is a view of ``other``."""
-    _seen_as[tensor] = other
+    _gradient_sources[tensor] = other
 
 
 def refuse(tensor: torch.Tensor) -> None:
     """Make ``tensor.grad`` an error until ``tensor`` is edited in place, because autograd would compute only a part of the gradient."""
-    _seen_as[tensor] = tensor._version
+    _gradient_sources[tensor] = tensor._version
 
 
 def known_to_autograd(tensor: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,7 @@ def known_to_autograd(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: If a compiled graph hides a part of the gradient from autograd.
     """
-    other = _seen_as.get(tensor, tensor)
+    other = _gradient_sources.get(tensor, tensor)
     if isinstance(other, int):
         if other != tensor._version:  # edited in place since then, so no result of the graph depends on the present version
             return tensor

@@ -128,12 +128,12 @@ def await_step(mediator: Mediator, step: int) -> None:
     assert run is not None
     if run.recorder is not None or not getattr(run.tracer, "awaits_steps", False) or (run.at is not None and run.at[1] >= step):
         return
-    if location is not None and _is_named(location.split(".")[-2]):
+    if location is not None and _is_mentioned(location.split(".")[-2]):
         mediator.disregarded = None
     mediator.wait_for_step(step)
 
 
-def _is_named(name: str) -> bool:
+def _is_mentioned(name: str) -> bool:
     """Whether code on the call stack mentions ``name``."""
     return any(name in frame.f_code.co_names for frame, _ in traceback.walk_stack(sys._getframe(1)))
 

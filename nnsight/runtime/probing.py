@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from .batched_containers import is_batched_container, on_tensors
 from .interleaver import Everywhere, Interleaver, active_run
 from .modules.tree import ModuleTree
-from .rows.batch_axes import FIRST, SEQUENCES, BatchDims, Place, Rows, leaf_paths
+from .rows.batch_axes import FIRST, SEQUENCES, BatchDims, OccurrenceRows, Rows, leaf_paths
 from .rows.fakes import Guesses, fake_argument, fake_modules, isolated, quiet_fakes
 from .rows.row_order import MIXED, RowOrder, outer_of
 
@@ -176,13 +176,13 @@ def _probed(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequenc
     dims.in_containers.update(_compare(first.in_containers, second.in_containers, first, second))
     for location in first.values.keys() & second.values.keys():
         pairs = zip(first.values[location], second.values[location], strict=False)
-        found = [Place(_compare(one, other, first, second)) for one, other in pairs]
-        alike = all(place.rows == found[0].rows for place in found)
-        dims.places[location] = (found[0],) if alike else tuple(found)
+        found = [OccurrenceRows(_compare(one, other, first, second)) for one, other in pairs]
+        alike = all(rows.rows == found[0].rows for rows in found)
+        dims.by_location[location] = (found[0],) if alike else tuple(found)
     if call is not None:  # the probe does not reach the sequences that a generation returns
         root = modules.paths[modules.root]
         for location in ("result", f"{root}.generator.output", f"{root}.generator.streamer.output"):
-            dims.places[location] = (Place({}, SEQUENCES),)
+            dims.by_location[location] = (OccurrenceRows({}, SEQUENCES),)
     return dims
 
 

@@ -21,7 +21,7 @@ class Replacements:
 
     def __init__(self) -> None:
         self.reshaped: list[str] = []  # a line for each replacement with another shape: the likely cause if the model fails
-        self.odd: list[str] = []  # a line for each other difference: a possible cause if the model fails
+        self.differences: list[str] = []  # a line for each other difference: a possible cause if the model fails
 
     def __call__(self, location: str, old: Any, new: Any) -> None:
         """Refuse a replacement that is certainly a mistake, and record one that differs from the model's value.
@@ -47,18 +47,18 @@ class Replacements:
             )
         elif isinstance(old, torch.Tensor) and not isinstance(new, torch.Tensor):
             found = f"The replacement of `{location}` has a {type(new).__name__} where the model has a tensor."
-            self.odd.append(_here(found))
+            self.differences.append(_here(found))
         elif isinstance(old, torch.Tensor):
             if new.shape != old.shape:
                 self.reshaped.append(_here(replacement_message(location, tuple(new.shape), tuple(old.shape))))
             if (new.dtype, new.device) != (old.dtype, old.device):
                 found = f"is {new.dtype} on {new.device}, but the model has {old.dtype} on {old.device} there."
-                self.odd.append(_here(f"The replacement of `{location}` {found}"))
+                self.differences.append(_here(f"The replacement of `{location}` {found}"))
 
     def note_skip(self, path: str, value: Any) -> None:
         """Record that the module or operation at ``path`` was skipped and returns ``value``; its own result to compare with is unknown."""
         kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        self.odd.append(_here(f"`{path}` was skipped and returned {kind}."))
+        self.differences.append(_here(f"`{path}` was skipped and returned {kind}."))
 
 
 def _here(message: str) -> str:

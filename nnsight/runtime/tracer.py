@@ -304,8 +304,8 @@ class InterleavingTracer(RunControls, Tracer):
             if error is not interleaver.failure:
                 if replacements.reshaped and not isinstance(error, ReplacementShapeError):
                     raise ReplacementShapeError("\n".join(replacements.reshaped)) from error
-                if replacements.odd:
-                    error.add_note("A block may be the cause:\n" + "\n".join(replacements.odd))
+                if replacements.differences:
+                    error.add_note("A block may be the cause:\n" + "\n".join(replacements.differences))
             raise
         if interleaver.failure is not None:  # the model caught the error of a block
             raise interleaver.failure

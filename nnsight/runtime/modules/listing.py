@@ -85,7 +85,7 @@ _definitions: dict[int, _Known] = {}
 
 def listing_of(function: types.FunctionType) -> Listing:
     """Return the listing of a Python function, cached by its code object. Raises the errors of :func:`definition_of`."""
-    listing: Listing = _once(_listings, function, _list)
+    listing: Listing = _cached(_listings, function, _list)
     return listing
 
 
@@ -95,11 +95,11 @@ def definition_of(function: types.FunctionType) -> Definition:
     Raises:
         SourceError: If there is no source, or if the source does not compile to the function's code.
     """
-    definition: Definition = _once(_definitions, function, _define)
+    definition: Definition = _cached(_definitions, function, _define)
     return definition
 
 
-def _once(known: dict[int, _Known], function: types.FunctionType, make: Callable[[types.FunctionType], Any]) -> Any:
+def _cached(known: dict[int, _Known], function: types.FunctionType, make: Callable[[types.FunctionType], Any]) -> Any:
     key = id(function.__code__)
     found = known.get(key)
     if found is None:
@@ -110,13 +110,13 @@ def _once(known: dict[int, _Known], function: types.FunctionType, make: Callable
 
 
 def _define(function: types.FunctionType) -> Definition:
-    node, class_name = _written(function)
+    node, class_name = _definition_node(function)
     body = [ast.copy_location(ast.Return(node.body), node.body)] if isinstance(node, ast.Lambda) else node.body
     return Definition(node.args, tuple(body), class_name)
 
 
 def _list(function: types.FunctionType) -> Listing:
-    code, (node, class_name) = function.__code__, _written(function)
+    code, (node, class_name) = function.__code__, _definition_node(function)
     if isinstance(node, ast.Lambda):
         raise SourceError(f"`{function.__qualname__}` ({code.co_filename}:{code.co_firstlineno}) is a lambda, which has no operations.")
     rewriter = _Rewriter(code.co_firstlineno, node)
@@ -132,7 +132,7 @@ def _list(function: types.FunctionType) -> Listing:
     )
 
 
-def _written(function: types.FunctionType) -> tuple[_Node, str | None]:
+def _definition_node(function: types.FunctionType) -> tuple[_Node, str | None]:
     """Return the definition that a function was compiled from, and the name of the enclosing class."""
     code = function.__code__
     name = f"`{function.__qualname__}` ({code.co_filename}:{code.co_firstlineno})"

@@ -59,7 +59,7 @@ class ModuleTree:
         self._mentioned: set[tuple[int, Chains]] = set()
         self._opening = threading.RLock()
         self.paths: dict[torch.nn.Module, str] = {}
-        self._shown: list[tuple[torch.nn.Module, str]] = []  # owner and attribute of modules that are attributes and not children
+        self._attribute_modules: list[tuple[torch.nn.Module, str]] = []  # owner and name of modules that are no children
         self.version = 0  # grows when a change of the modules, their hooks or their `forward` is detected
         self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
         self._leaves: list[dict[str, torch.nn.Module | None]] = []
@@ -70,7 +70,7 @@ class ModuleTree:
 
     def _scan(self) -> None:
         named = dict(self.root.named_modules())
-        for owner, name in self._shown:
+        for owner, name in self._attribute_modules:
             module, path = getattr(owner, name, None), next((path for path, known in named.items() if known is owner), None)
             if isinstance(module, torch.nn.Module) and path is not None:
                 found = module.named_modules(prefix=f"{path}.{name}".removeprefix("."))
@@ -87,7 +87,7 @@ class ModuleTree:
     def take_in(self, owner: torch.nn.Module, name: str) -> None:
         """Add a module that is the attribute ``name`` of ``owner`` and not a child, with its submodules. Active runs intercept them too."""
         running, before = self._instrumentation, set(self.paths)
-        self._shown.append((owner, name))
+        self._attribute_modules.append((owner, name))
         self._scan()
         if running is not None:
             running.include({path: module for module, path in self.paths.items() if module not in before})
@@ -97,7 +97,7 @@ class ModuleTree:
         """Make ``root`` the root of the tree; return the root envoys, which must be updated."""
         if _trees.get(id(self.root)) is self:
             _trees[id(root)] = _trees.pop(id(self.root))
-        self.root, self._shown = root, []
+        self.root, self._attribute_modules = root, []
         self._scan()
         return list(self.roots)
 

@@ -86,7 +86,7 @@ SEQUENCES = Rows(0)
 
 
 @dataclass
-class Place:
+class OccurrenceRows:
     """The batch axes of the value at one occurrence of a location."""
 
     rows: dict[str, Rows | None]  # the batch axis of each leaf, by the leaf's path; `None` for a leaf without rows
@@ -109,15 +109,15 @@ class Place:
 class BatchDims:
     """The batch axes of all values of a model, for one kind of input."""
 
-    places: dict[str, tuple[Place, ...]] = field(default_factory=dict)  # by location: one for each occurrence, or one if all are equal
+    by_location: dict[str, tuple[OccurrenceRows, ...]] = field(default_factory=dict)  # one for each occurrence, or one if all are equal
     in_containers: dict[str, Rows | None] = field(default_factory=dict)  # rows of tensors in batched containers, by class and attribute
 
     def of(self, location: str, occurrence: int, value: Any, structure: pytree.TreeSpec) -> Sequence[Rows | None]:
         """Return the batch axis of each leaf of ``value`` at ``location``; ``None`` for a leaf without rows."""
-        places = self.places.get(location)
-        if places is None:
+        occurrences = self.by_location.get(location)
+        if occurrences is None:
             return (FIRST,) * structure.num_leaves
-        return places[occurrence % len(places)].of(value, structure)
+        return occurrences[occurrence % len(occurrences)].of(value, structure)
 
 
 def leaf_paths(value: Any) -> list[str]:

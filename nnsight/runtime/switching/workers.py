@@ -50,7 +50,7 @@ _idle = _Idle()
 def borrow() -> greenlet:
     """Return a worker whose parent is the current greenlet. ``worker.switch(function)`` runs a :data:`Function` in it."""
     if getcurrent().parent is not None:
-        return _made()
+        return _new_worker()
     idle = _idle.workers
     if idle:
         depth, worker = idle.pop()  # at once, because a finalizer that runs here may borrow a worker too
@@ -60,12 +60,12 @@ def borrow() -> greenlet:
     here, others = _depth(), [idle.pop() for _ in range(len(idle))]
     others = [(depth, worker) for depth, worker in others if not worker.dead]
     fitting = next((number for number, (depth, _) in enumerate(others) if abs(depth - here) <= _SLACK), None)
-    found = _made(here) if fitting is None else others.pop(fitting)[1]
+    found = _new_worker(here) if fitting is None else others.pop(fitting)[1]
     idle.extend(reversed(others[: KEPT - 1]))  # drops those that were last used longest ago
     return found
 
 
-def _made(depth: int | None = None) -> greenlet:
+def _new_worker(depth: int | None = None) -> greenlet:
     """Return a new worker. It is reused if it gets a ``depth``, and otherwise ends after one block."""
     worker = greenlet(partial(next, _footing))
     worker.depth = depth
@@ -80,7 +80,7 @@ def _serve() -> None:
         function = _next_function()
         function()
         del function
-        if depth is None or not _goes_idle(depth):
+        if depth is None or not _become_idle(depth):
             return
 
 
@@ -91,7 +91,7 @@ def _next_function() -> Function:
     return parent.switch()
 
 
-def _goes_idle(depth: int) -> bool:
+def _become_idle(depth: int) -> bool:
     """Add the current worker to the idle workers of its thread; return False if it may not be kept."""
     me, idle = getcurrent(), _idle.workers
     if len(idle) >= KEPT or me.parent is None or me.parent.parent is not None:
@@ -114,14 +114,14 @@ class _Server:
             raise RuntimeError("A block raised a StopIteration and did not catch it.") from error
 
 
-def _made_footing() -> Iterator[None]:
+def _make_footing() -> Iterator[None]:
     footing: Iterator[None] = _Server()
     for _ in range(FRAMES):
         footing = chain(footing)
     return footing
 
 
-_footing = _made_footing()
+_footing = _make_footing()
 
 
 def _depth() -> int:

@@ -75,7 +75,8 @@ class Option(Generic[T]):
 
     def accepts(self, value: Any) -> bool:
         """Whether ``value`` has the type of the option."""
-        return isinstance(value, self.kind) or (value is None and self.default is None)
+        is_typed = isinstance(value, self.kind) and isinstance(value, bool) == (self.kind is bool)  # a bool is an int in Python
+        return is_typed or (value is None and self.default is None)
 
 
 class Section:

@@ -22,7 +22,7 @@ class ConfigWarning(UserWarning):
 
 
 class Option(Generic[T]):
-    """One option: an attribute of its section that is looked up anew at each access.
+    """One option: an attribute of its section whose value is looked up at each access.
 
     Args:
         default: The value if no source has one. All values have its type; ``None`` stands for a string that is not set.

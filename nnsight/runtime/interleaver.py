@@ -28,7 +28,7 @@ active_run: ContextVar[Interleaver | None] = ContextVar("nnsight_interleaver", d
 #: Returns the run of this thread and context, or ``None``. A bound method, because every module call of a run calls it.
 active_interleaver = active_run.get
 
-#: The location that a block waits at for a step: any location whose next occurrence has the step's number.
+#: The location of a block that waits for a step. It stands for any location whose next occurrence has the step's number.
 ANYWHERE = ""
 
 #: Suffix for the location of an output: there, blocks that got a deferred output wait for the returned value.
@@ -246,7 +246,7 @@ class Interleaver:
         self.run_ready()
 
     def lend_turn(self) -> None:
-        """Begin a module call of the running block whose inner modules pass their locations; :meth:`take_turn_back` ends it."""
+        """Let the modules inside a module call of the running block pass their locations, until :meth:`take_turn_back`."""
         self._lending.append(self.current)
         self.current = None
 

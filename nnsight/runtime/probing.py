@@ -167,7 +167,7 @@ def _probed(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequenc
     if error is not None:
         logger.warning(
             "Not all batch axes of %s are known, because it does not run on fake tensors (%s: %s). At locations that its run on fake "
-            "tensors did not reach, a tensor whose first dimension has the size of the batch is taken to have the rows there.",
+            "tensors did not reach, the first dimension of a tensor is taken for its batch axis if it has the size of the batch.",
             type(modules.root).__name__,
             type(error).__name__,
             error,

@@ -15,7 +15,7 @@ import torch
 
 from ..tracing import Backend, Block, Scope, Tracer, save
 from ..tracing.saving import saves
-from . import gradients  # noqa: F401 - the import registers what blocks call for `x.grad`
+from . import gradients  # noqa: F401 - the import lets blocks read `x.grad`
 from .cache import Cache, paths_to_cache
 from .controls import RunControls
 from .editing import Edit

@@ -110,7 +110,7 @@ class View:
         self._rows: list[Rows | None] = []
         self._given: list[Any] = []  # the leaves of `value`, kept separately because the block may change its containers
         given = []
-        taken: dict[int, tuple[Rows | None, torch.Tensor]] = {}  # so that a tensor that occurs twice is one tensor for the block, too
+        taken: dict[int, tuple[Rows | None, torch.Tensor]] = {}  # one view for each tensor, which may occur several times
         for leaf, place in zip(self._leaves, found, strict=True):
             rows = None
             if isinstance(leaf, torch.Tensor):

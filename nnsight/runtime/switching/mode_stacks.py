@@ -59,7 +59,7 @@ class ModeStacks(NamedTuple):
 
     functions: tuple[Any, ...] = ()  # modes that see torch functions
     dispatch: tuple[Any, ...] = ()  # modes that see operators
-    hooks: tuple[Any, ...] = ()  # pairs of functions that pack and unpack what autograd saves
+    hooks: tuple[Any, ...] = ()  # pairs of saved-tensor hooks, `(pack, unpack)`
 
     @staticmethod
     def now() -> ModeStacks:

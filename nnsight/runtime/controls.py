@@ -30,6 +30,6 @@ class RunControls:
         return self.iter[:]
 
     def next(self, steps: int = 1) -> Self:
-        """Let later requests of this block ask for a later occurrence, ``steps`` after the current one; returns this tracer."""
+        """Let later requests of this block ask for a later occurrence, ``steps`` (0 or more) after the current one; returns this tracer."""
         running_mediator("tracer.next()").advance(steps)
         return self

@@ -61,6 +61,6 @@ class Located:
         running_mediator("skip()").skip(f"{self._path}.input", value)
 
     def next(self, steps: int = 1) -> Self:
-        """Let later requests of this block ask for a later occurrence, ``steps`` after the current one; returns this object."""
+        """Let later requests of this block ask for a later occurrence, ``steps`` (0 or more) after the current one; returns this object."""
         running_mediator("next()").advance(steps)
         return self

@@ -1,7 +1,7 @@
 """nnsight: an intervention compiler for PyTorch models.
 
-Write ordinary Python against a model's internals inside ``with model.trace(...)``; it runs together with the model,
-eagerly or lowered into the graph that ``torch.compile`` captured of it.
+Inside ``with model.trace(...)`` you write ordinary Python against a model's internals. This code runs together with the model: eagerly,
+or lowered into the graph that ``torch.compile`` captured from the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ provide(
     ModelKey="nnsight.remote.protocol",
 )
 
-#: Names that are imported when first used, with the module they come from.
+#: Public names that are imported on first use, and the module of each.
 _LAZY = {
     "DiffusionModel": ".modeling.diffusion",
     "Envoy": ".envoy",
@@ -90,7 +90,7 @@ __all__ = [
 ]
 
 
-#: Packages and modules that are attributes without an import of their own.
+#: Submodules that are imported on first use as attributes, as in ``nnsight.fx``.
 _MODULES = {"cli", "envoy", "fx", "intervention", "modeling", "ndif", "program", "remote", "runtime", "schema", "util"}
 
 

@@ -1,4 +1,4 @@
-"""The command ``nnsight``: serve models, here or in a vLLM engine, manage the keys of a server, and keep one's own."""
+"""The command ``nnsight``: serves models (in this process or in a vLLM engine), manages a server's keys, and stores the user's own key."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit status; mistakes of the user go to standard error in a line."""
+    """Run the command and return its exit status: 0, or 2 after an error, which is printed to standard error as one line."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     parsed = (
-        argparse.Namespace(run=_serve_vllm, arguments=given[2:])  # its options are vLLM's, whose parser knows them
+        argparse.Namespace(run=_serve_vllm, arguments=given[2:])  # vLLM's own parser reads these options
         if given[:2] == ["vllm", "serve"]
         else _parser().parse_args(given)
     )
@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="nnsight", description="An intervention compiler for PyTorch models.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    _add_serve(commands.add_parser("serve", help="run programs of others on models here (docs/serving.md)"))
+    _add_serve(commands.add_parser("serve", help="serve models of this machine to remote programs (docs/serving.md)"))
 
     vllm = commands.add_parser("vllm", help="vLLM's server, with edits (docs/vllm.md)")
     vllm.add_argument("command", choices=["serve"], help="`nnsight vllm serve --help` shows the options")
@@ -42,66 +42,66 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_key_commands(commands: Any) -> None:
-    """Add the commands about one's own key, and about those of a server."""
-    login = commands.add_parser("login", help="check a key for remote traces and keep it")
-    login.add_argument("key", nargs="?", help="asked for, without showing it, if it is not given")
+    """Add the commands for the user's own key (`login`, `whoami`) and for the keys of a server (`keys`)."""
+    login = commands.add_parser("login", help="check a key for remote traces and store it")
+    login.add_argument("key", nargs="?", help="the key; without it, the command asks for the key and does not echo it")
     login.set_defaults(run=_login)
-    whoami = commands.add_parser("whoami", help="print whose key is used for remote traces")
+    whoami = commands.add_parser("whoami", help="print the owner of the key that remote traces use")
     whoami.set_defaults(run=_whoami)
 
-    keys = commands.add_parser("keys", help="who may use a server").add_subparsers(required=True, metavar="COMMAND")
-    add = keys.add_parser("add", help="make a key and print it, this once")
-    listing = keys.add_parser("list", help="print names and limits")
-    remove = keys.add_parser("remove", help="withdraw a key")
+    keys = commands.add_parser("keys", help="manage the keys of a server").add_subparsers(required=True, metavar="COMMAND")
+    add = keys.add_parser("add", help="create a key and print it; it cannot be printed again")
+    listing = keys.add_parser("list", help="print the names and limits of all keys")
+    remove = keys.add_parser("remove", help="revoke a key")
     for command in (add, listing, remove):
         command.add_argument("file", type=Path)
     for command in (add, remove):
-        command.add_argument("--name", required=True, help="whose key it is")
-    add.add_argument("--queue", type=int, help="how many jobs may wait or run at a time")
-    add.add_argument("--bytes", type=int, help="how long a payload may be")
-    add.add_argument("--seconds", type=float, help="how long a job may run")
+        command.add_argument("--name", required=True, help="name of the key's owner")
+    add.add_argument("--queue", type=int, help="most jobs that may wait or run at a time")
+    add.add_argument("--bytes", type=int, help="largest payload, in bytes")
+    add.add_argument("--seconds", type=float, help="time limit of a job")
     add.set_defaults(run=_add_key)
     listing.set_defaults(run=_list_keys)
     remove.set_defaults(run=_remove_key)
 
 
 def _add_serve(serve: argparse.ArgumentParser) -> None:
-    """Give the command `serve` its options."""
+    """Add the options of the command `serve`."""
     serve.add_argument("models", nargs="+", metavar="MODEL", help="name or folder of a language model, or nnsight/demo")
     serve.add_argument("--revision", default="main", help="branch, tag or commit (default: main)")
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     serve.add_argument("--port", type=int, default=5001)
     serve.add_argument("--api-keys", type=Path, metavar="FILE", help="file of keys, see `nnsight keys`")
-    serve.add_argument("--no-keys", action="store_true", help="let anybody in who reaches the address")
+    serve.add_argument("--no-keys", action="store_true", help="accept every client that can reach the address")
     serve.add_argument(
         "--spool", type=Path, default=Path("nnsight-jobs"), metavar="DIR", help="folder of jobs and results"
     )
-    serve.add_argument("--spool-bytes", type=int, default=16 * 2**30, metavar="N", help="how much that may take")
+    serve.add_argument("--spool-bytes", type=int, default=16 * 2**30, metavar="N", help="largest size of that folder")
     serve.add_argument("--keep", type=float, default=3600, metavar="SECONDS", help="how long results are kept")
-    serve.add_argument("--seconds", type=float, default=60, help="how long a job may run, without keys")
-    serve.add_argument("--together", type=int, default=8, metavar="N", help="how many jobs may share a run; 1 for none")
+    serve.add_argument("--seconds", type=float, default=60, help="time limit of a job, where there are no keys")
+    serve.add_argument("--together", type=int, default=8, metavar="N", help="most jobs that may share a run; 1 runs each alone")
     serve.add_argument(
-        "--drain", type=float, default=60, metavar="SECONDS", help="time to end for running jobs at a stop"
+        "--drain", type=float, default=60, metavar="SECONDS", help="time for running jobs to end when the server stops"
     )
-    serve.add_argument("--dtype", help="of the weights, such as bfloat16")
-    serve.add_argument("--device-map", help="where the weights go, such as auto or cuda:0")
-    serve.add_argument("--compile", action="store_true", help="run compiled")
+    serve.add_argument("--dtype", help="dtype of the weights, such as bfloat16")
+    serve.add_argument("--device-map", help="device of the weights, such as auto or cuda:0")
+    serve.add_argument("--compile", action="store_true", help="compile the models")
     serve.add_argument(
         "--engine",
         default="local",
         choices=["local", "vllm", "vllm,local"],
-        help="what runs the programs: this package (default), a vLLM engine, or both, for programs that vLLM cannot run",
+        help="what runs the programs: this package (default), vLLM, or vLLM with this package for programs that vLLM cannot run",
     )
-    serve.add_argument("--taps", nargs="+", default=[], metavar="PATH", help="with vLLM, compile the model, and stop at these modules")
+    serve.add_argument("--taps", nargs="+", default=[], metavar="PATH", help="with vLLM, compile the model, with taps at these modules")
     serve.add_argument("--vllm-options", type=json.loads, default={}, metavar="JSON", help="further options of vllm.LLM")
-    serve.add_argument("--openai", action="store_true", help="also answer OpenAI's completions and chats, steered as requests ask")
+    serve.add_argument("--openai", action="store_true", help="also serve OpenAI's completions and chats; requests can choose steering")
     serve.add_argument("--vectors", nargs="+", default=[], metavar="NAME=FILE", help="with --openai, vectors that requests can name")
-    serve.add_argument("--edits", type=Path, metavar="FILE", help="edits as export_edits() writes them: Python that runs here")
+    serve.add_argument("--edits", type=Path, metavar="FILE", help="edits, from export_edits(); the file is Python code, and runs here")
     serve.add_argument("--ray", action="store_true", help="run models in replicas, on a Ray cluster")
     serve.add_argument(
         "--replicas",
         metavar="N or MIN-MAX",
-        help="with --ray, how many of each model, or between which bounds (default: 1)",
+        help="with --ray, the number of replicas of each model, or its bounds (default: 1)",
     )
     serve.add_argument("--replica-cpus", type=float, metavar="N", help="with --ray, cores of a replica (default: 1)")
     serve.add_argument(
@@ -172,7 +172,7 @@ def _serve(parsed: argparse.Namespace) -> None:
 
 
 def _vllm_engine(parsed: argparse.Namespace, name: str, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Return a vLLM engine for programs, with another for what it cannot run if that was asked for; and the key of its model."""
+    """Return the key of a model and its vLLM engine; with ``--engine vllm,local``, a local engine runs the programs that vLLM cannot."""
     from .remote.server.models import engine_of, load
     from .vllm import VLLM
     from .vllm.jobs.engine import Either, JobEngine
@@ -187,7 +187,7 @@ def _vllm_engine(parsed: argparse.Namespace, name: str, options: dict[str, Any])
 
 
 def _building(parsed: argparse.Namespace, name: str, options: dict[str, Any]) -> Any:
-    """Return what makes the engine of a replica in its process; ``None`` for the usual one."""
+    """Return the function that makes a replica's engine inside the replica's process; ``None`` for the default, a local engine."""
     if parsed.engine == "local":
         return None
     chosen = argparse.Namespace(**{key: getattr(parsed, key) for key in ("engine", "revision", "taps", "vllm_options")})
@@ -195,7 +195,7 @@ def _building(parsed: argparse.Namespace, name: str, options: dict[str, Any]) ->
 
 
 def _openai(parsed: argparse.Namespace, models: dict[str, Any], door: Any) -> list[Any]:
-    """Return the routes of OpenAI's interface."""
+    """Return the routes of OpenAI's API for ``models``."""
     from .remote.openai.routes import OpenAIModel, openai_routes
     from .steering.registry import Vectors
 
@@ -209,10 +209,10 @@ def _openai(parsed: argparse.Namespace, models: dict[str, Any], door: Any) -> li
 
 
 def _scaling(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Return what was said about replicas.
+    """Return the given options of replicas: ``replicas`` (least, most), ``cpus`` and ``gpus``.
 
     Raises:
-        ValueError: If it makes no sense.
+        ValueError: If they are given without ``--ray``, or ``--replicas`` is neither a number nor a range.
     """
     given = {"replicas": parsed.replicas, "cpus": parsed.replica_cpus, "gpus": parsed.replica_gpus}
     given = {name: value for name, value in given.items() if value is not None}
@@ -224,7 +224,7 @@ def _scaling(parsed: argparse.Namespace) -> dict[str, Any]:
         least, _, most = given["replicas"].partition("-")
         bounds = least, most or least
         if not all(bound.isdecimal() for bound in bounds) or not 1 <= int(bounds[0]) <= int(bounds[1]):
-            raise ValueError(f"serve: --replicas is a number or two, such as 2 or 1-4, not {given['replicas']!r}.")
+            raise ValueError(f"serve: --replicas takes a number or a range, such as 2 or 1-4, not {given['replicas']!r}.")
         given["replicas"] = int(bounds[0]), int(bounds[1])
     return given
 
@@ -257,7 +257,7 @@ def _whoami(parsed: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _refusals() -> Iterator[None]:
-    """Report what a server refuses as mistakes of the user are."""
+    """Report errors of the server in the way that :func:`main` reports errors of the user."""
     from .remote.client.errors import RemoteError
 
     try:

@@ -1,12 +1,12 @@
 """Options of the library.
 
-``CONFIG.APP.DEBUG`` is looked up each time it is read, so a change takes effect at once. The first of these that exists is used: the value
-that this program has assigned (``del CONFIG.APP.DEBUG`` removes it), the environment variable (``NNSIGHT_APP_DEBUG=1``), the user's file,
-the default. ``print(CONFIG)`` shows every value and its origin.
+An option such as ``CONFIG.APP.DEBUG`` is looked up each time it is read, so a change takes effect at once. The first source that has the
+option is used: the value that this program has assigned (``del CONFIG.APP.DEBUG`` removes it), the environment variable
+(``NNSIGHT_APP_DEBUG=1``), the user's file, the default. ``print(CONFIG)`` shows every value and its source.
 
-The file is ``$NNSIGHT_CONFIG``, else ``nnsight/config.yaml`` in ``$XDG_CONFIG_HOME`` or ``~/.config``. It is YAML, or JSON if its name ends
-in ``.json``, and is read when the first option is looked up; it has a mapping for each section, ``APP`` and ``API``. A ``config.json`` is
-used where there is no ``config.yaml``. Mistakes in the file or in an environment variable are warnings; mistakes of a program are errors.
+The file is ``$NNSIGHT_CONFIG``, else ``nnsight/config.yaml`` (or ``config.json``, if only that exists) in ``$XDG_CONFIG_HOME`` or
+``~/.config``. It is YAML, or JSON if its name ends in ``.json``, and has a mapping for each section, ``APP`` and ``API``. It is read when
+the first option is looked up. Mistakes in the file or in an environment variable are warnings; mistakes of a program are errors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["CONFIG", "ApiConfig", "AppConfig", "Config", "ConfigWarning"]
 
 
 def _asked_for_details() -> tuple[bool, str] | None:
-    """Return that tracebacks are to have all frames, where the program was started so."""
+    """Return ``True`` and its source if the program was started with full tracebacks on; ``None`` otherwise."""
     if os.environ.get("NNSIGHT_DEBUG"):
         return True, "environment variable NNSIGHT_DEBUG"
     flag = next((flag for flag in getattr(sys, "argv", [])[1:] if flag in ("-v", "--verbose")), None)
@@ -30,7 +30,7 @@ def _asked_for_details() -> tuple[bool, str] | None:
 
 
 def _colab_secret() -> tuple[str, str] | None:
-    """Return the key among the secrets of a notebook in Colab, which are asked for once; None if they cannot be had."""
+    """Return the key from the secrets of a Colab notebook, and its source; None outside of Colab or without the secret. Asks Colab once."""
     if "google.colab" not in sys.modules and "COLAB_RELEASE_TAG" not in os.environ:
         return None
     if not _secrets:
@@ -38,7 +38,7 @@ def _colab_secret() -> tuple[str, str] | None:
             from google.colab import userdata
 
             _secrets.append(userdata.get("NDIF_API_KEY"))
-        except Exception:  # no such secret, no access to it, no notebook: another key may come from elsewhere
+        except Exception:  # no such secret, no access, no notebook: the key may come from another source
             _secrets.append(None)
     return (_secrets[0], "secret NDIF_API_KEY of this notebook") if _secrets[0] else None
 
@@ -56,11 +56,11 @@ class AppConfig(Section):
             around it.
         PYMOUNT: Offer ``.save()`` as a method of built-in containers and numbers in helper functions outside of blocks. When
             off, use :func:`nnsight.save` there; inside a block, and on tensors, the method always works. The methods are
-            attached once, before the first trace of a process; switch the option off before that.
+            attached once, before the first trace of a process; to do without them, switch the option off before that.
         REMOTE_LOGGING: Print the progress of remote jobs.
-        PROGRESS: Show what is being captured or lowered for a compiled trace, after two seconds.
-        TRACE_CACHING: No effect; every block is compiled once, always.
-        DISABLE_CPP_BACKTRACE: No effect; scripts for other versions assign it.
+        PROGRESS: Show the progress of a compiled trace whose captures or lowerings take more than two seconds.
+        TRACE_CACHING: No effect; every block is always compiled once.
+        DISABLE_CPP_BACKTRACE: No effect; it exists for scripts of other versions that assign it.
     """
 
     title = "APP"
@@ -75,15 +75,15 @@ class AppConfig(Section):
 
 
 class ApiConfig(Section):
-    """Where remote jobs go, and on whose behalf.
+    """The service that runs remote jobs, and the user's key for it.
 
     Attributes:
         HOST: URL of the service; environment variable ``NDIF_HOST``.
-        KEY: The user's key, a secret; environment variable ``NDIF_API_KEY``. ``APIKEY`` is another name for it, and that in the file.
-            In Colab, the secret of the notebook with the name of the variable is used if there is no other key.
-        CUTS: How many jobs a remote trace or session may send for values that its block needs in Python; with 0, such a
+        KEY: The user's key, a secret; environment variable ``NDIF_API_KEY``. ``APIKEY`` is an alias of this option, and its name in the
+            file. In Colab, the notebook's secret ``NDIF_API_KEY`` is used if no other source has a key.
+        CUTS: Most jobs that a remote trace or session may send for values that its block needs in Python; with 0, such a
             block is refused.
-        COMPRESS: No effect; scripts for other versions assign it.
+        COMPRESS: No effect; it exists for scripts of other versions that assign it.
     """
 
     title = "API"
@@ -110,14 +110,14 @@ class Config:
 
     @classmethod
     def load(cls) -> Config:
-        """Return new options, of which this program has assigned none: those of environment and file."""
+        """Return new options without the values that this program has assigned: they come from environment and file."""
         return cls()
 
     def save(self) -> None:
-        """Keep what this program has assigned in the user's file, for later programs; its other content stays.
+        """Write the values that this program has assigned to the user's file, for later programs. The file keeps its other options.
 
         Raises:
-            ValueError: If the file that is there cannot be understood.
+            ValueError: If the file exists and cannot be parsed. It is left as it is.
             OSError: If the file cannot be written.
         """
         sections: tuple[Section, ...] = (self.APP, self.API)
@@ -128,11 +128,11 @@ class Config:
     def set_default_api_key(self, key: str) -> None:
         """Use ``key`` for remote jobs, now and, through the user's file, in later programs.
 
-        Other options that this program has assigned are not kept by this.
+        Other options that this program has assigned are not written to the file.
 
         Raises:
-            TypeError: If the key is no string.
-            ValueError: If it is empty or has blanks in it; otherwise as :meth:`save`.
+            TypeError: If the key is not a string.
+            ValueError: If the key is empty or has blanks in it; otherwise as :meth:`save`.
         """
         if not isinstance(key, str):
             raise TypeError(f"An API key is a string, not {type(key).__name__}. `CONFIG.API.KEY = None` uses none.")
@@ -142,7 +142,7 @@ class Config:
         self._file.write({"API.KEY": key})
 
     def __reduce__(self) -> str:
-        """Copy and pickle as what it is: the options of the process."""
+        """Copy and unpickle as ``CONFIG`` itself, the one instance of the process."""
         return "CONFIG"
 
     def __repr__(self) -> str:

@@ -1,8 +1,8 @@
 """Functions of upper layers that lower layers call.
 
-Imports go from an upper layer to a lower one, also inside functions. If a lower layer needs a function above it, as
-``model.trace(..., remote=True)`` needs a backend of :mod:`nnsight.remote`, it asks for that function by name here. The package itself
-provides the names, with the module of each, which is imported when the function is first used.
+A layer imports only from layers below it, even inside functions. Sometimes a lower layer needs a function of a layer above it:
+``model.trace(..., remote=True)`` needs a backend of :mod:`nnsight.remote`. It then looks the function up by name here. The package itself
+registers the names and their modules. A module is imported when one of its functions is first used.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ _modules: dict[str, str] = {}
 
 
 def provide(**modules: str) -> None:
-    """Say in which module each of these functions is: ``provide(component_of="nnsight.modeling.component")``."""
+    """Register the module of each of these functions: ``provide(component_of="nnsight.modeling.component")``."""
     _modules.update(modules)
 
 
 def late(name: str) -> Any:
-    """Return the function with this name."""
+    """Return the registered function with this name; imports its module on first use."""
     return getattr(import_module(_modules[name]), name)
 
 
 def load(name: str) -> None:
-    """Import the module of a function. If dynamo traces this call, it makes it at once: the module may tell dynamo about more functions."""
+    """Import the module of a function. Dynamo makes this call while it traces it, so the import can register functions with dynamo."""
     import_module(_modules[name])
 
 
-load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as `torch._dynamo.assume_constant_result`, without importing dynamo
+load._dynamo_marked_constant = True  # type: ignore[attr-defined]  # like `torch._dynamo.assume_constant_result`, without importing dynamo

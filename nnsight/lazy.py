@@ -1,7 +1,7 @@
-"""Modules of a package as its attributes, imported when first used.
+"""Lazy submodules: attributes of a package that are imported on first use.
 
-Python binds a module in its package when it is imported. With :func:`submodules`, ``nnsight.intervention.interleaver.OutOfOrderError``
-works after ``import nnsight``, which imports little.
+Python makes a module an attribute of its package only when something imports the module. With :func:`submodules`, the attribute access
+imports it, so ``nnsight.intervention.interleaver.OutOfOrderError`` works after ``import nnsight``, and that import stays fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ def load(package: str, name: str, home: str) -> ModuleType:
     """Import the module ``home`` of ``package``, for its attribute ``name``.
 
     Raises:
-        ImportError: If the import fails, also with an ``AttributeError``, which Python would take for a missing name.
+        ImportError: If the import fails. An ``AttributeError`` is converted, because Python would report it as a missing attribute.
     """
     try:
         return import_module(home, package)
@@ -25,7 +25,7 @@ def load(package: str, name: str, home: str) -> ModuleType:
 
 
 def submodules(package: str, path: Iterable[str]) -> tuple[Callable[[str], ModuleType], Callable[[], list[str]]]:
-    """Return ``__getattr__`` and ``__dir__`` of a package with this ``__name__`` and ``__path__``: its modules are its attributes."""
+    """Return ``__getattr__`` and ``__dir__`` for a package with this ``__name__`` and ``__path__``: they offer its submodules."""
     names = [module.name for module in pkgutil.iter_modules(path) if not module.name.startswith("_")]
 
     def find(name: str) -> ModuleType:

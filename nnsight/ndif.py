@@ -1,4 +1,4 @@
-"""Helpers for the service that runs remote traces: its models, its packages, and the user's key."""
+"""Helpers for the service that runs remote traces: its models, its installed packages, and the user's key."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 
 def register(module: ModuleType | str) -> None:
-    """Accept a module that remote blocks use, and do nothing: blocks are recorded here, so their helper functions run here.
+    """Do nothing. Remote blocks are recorded in this process, so their helper functions run here and need no registration.
 
     Raises:
         TypeError: If ``module`` is neither a module nor the name of one.

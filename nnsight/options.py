@@ -1,7 +1,7 @@
-"""Options that a program, the environment or a file can choose: the mechanism behind :mod:`nnsight.config`.
+"""Options that a program, the environment or a file can set: the mechanism behind :mod:`nnsight.config`.
 
-An :class:`Option` is a descriptor on a :class:`Section`. Reading it looks the value up; assigning to it checks type and name. The
-file is read when a value is looked up for the first time, and :meth:`OptionFile.write` replaces it as a whole.
+An :class:`Option` is a descriptor on a :class:`Section`. Reading it looks the value up; assigning to it checks name and type. The
+file is read when a value is first looked up, and :meth:`OptionFile.write` replaces it as a whole.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _SWITCH = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", 
 
 
 class ConfigWarning(UserWarning):
-    """Part of the user's file, or an environment variable, cannot be used as an option."""
+    """An entry of the user's file, or an environment variable, is not a valid option and is ignored."""
 
 
 class Option(Generic[T]):
-    """One option: an attribute of its section that is looked up anew at each access.
+    """One option: an attribute of its section whose value is looked up at each access.
 
     Args:
-        default: The value if none was chosen. Its type is that of all values; ``None`` stands for a string that is not set.
+        default: The value if no source has one. All values have its type; ``None`` stands for a string that is not set.
         variable: The environment variable; ``NNSIGHT_<section>_<name>`` by default.
-        secret: Whether values must not be shown.
-        alias: A further name, under which the file has the option.
-        before_file: Returns value and origin where something else chooses the option, behind the environment variable.
-        after_file: Likewise, if the file has nothing.
+        secret: Whether values are hidden when options are printed.
+        alias: A second name. The file is written with this name.
+        before_file: A further source between environment variable and file: returns the value and its source, or ``None``.
+        after_file: Likewise, a source between file and default.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Option(Generic[T]):
         section._assigned.pop(self.name, None)
 
     def read(self, text: str) -> Any:
-        """Return the value that a text stands for; ``None`` if it is none."""
+        """Return the value that ``text``, an environment variable, stands for; ``None`` if it is not valid."""
         if self.kind is bool:
             return _SWITCH.get(text.lower())
         if self.kind is int:
@@ -75,13 +75,14 @@ class Option(Generic[T]):
 
     def accepts(self, value: Any) -> bool:
         """Whether ``value`` has the type of the option."""
-        return isinstance(value, self.kind) or (value is None and self.default is None)
+        is_typed = isinstance(value, self.kind) and isinstance(value, bool) == (self.kind is bool)  # a bool is an int in Python
+        return is_typed or (value is None and self.default is None)
 
 
 class Section:
-    """Options of one subject; a subclass has them as attributes."""
+    """A group of options, which are attributes of a subclass."""
 
-    title = ""  # its name in `CONFIG` and in the file
+    title = ""  # name of the section in `CONFIG` and in the file
     _assigned: dict[str, Any]
     _file: OptionFile
 
@@ -89,7 +90,7 @@ class Section:
         vars(self).update(_assigned={}, _file=file)
 
     def _look_up(self, option: Option[Any]) -> tuple[Any, str]:
-        """Return the value of an option, and where it comes from."""
+        """Return the value of an option, and its source in words."""
         if option.name in self._assigned:
             return self._assigned[option.name], "this program"
         text = os.environ.get(option.variable)
@@ -105,7 +106,7 @@ class Section:
 
     @classmethod
     def options(cls) -> dict[str, Option[Any]]:
-        """Return the options by name."""
+        """Return the options of the section by name."""
         return {name: option for name, option in vars(cls).items() if isinstance(option, Option)}
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -123,7 +124,7 @@ class Section:
 
 
 class OptionFile:
-    """The user's file, with values of ``options``, which are given by path, such as ``APP.DEBUG``."""
+    """The user's file of options. ``options`` are all known options by path, such as ``APP.DEBUG``."""
 
     def __init__(self, options: Mapping[str, Option[Any]]) -> None:
         self._options = {
@@ -135,19 +136,19 @@ class OptionFile:
 
     @property
     def path(self) -> str:
-        """Where the file is, whether or not it exists."""
+        """The path of the file, whether or not it exists."""
         chosen = os.environ.get("NNSIGHT_CONFIG")
         if chosen:
             return os.path.abspath(os.path.expanduser(chosen))
         base = os.environ.get("XDG_CONFIG_HOME", "")
-        if not os.path.isabs(base):  # the standard says to ignore it then
+        if not os.path.isabs(base):  # the XDG standard says to ignore a relative path
             base = os.path.expanduser("~/.config")
         path, older = (os.path.join(base, "nnsight", name) for name in ("config.yaml", "config.json"))
         return older if os.path.exists(older) and not os.path.exists(path) else path
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """The usable options in the file by path; read from disk the first time, and after :meth:`write`."""
+        """The valid options in the file, by path. The file is read the first time, and again after :meth:`write`."""
         if self._values is None:
             try:
                 content = _read(self.path)
@@ -158,10 +159,10 @@ class OptionFile:
         return self._values
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Put ``values``, by option path, into the file, without those that are defaults.
+        """Write ``values``, by option path, to the file. Values that equal the default are removed from it.
 
         Raises:
-            ValueError: If the file exists and is not what :meth:`write` writes; it is not touched then.
+            ValueError: If the file exists and does not have the form that :meth:`write` writes. It is left as it is.
             OSError: If the file cannot be written.
         """
         path = os.path.realpath(self.path)
@@ -190,7 +191,7 @@ class OptionFile:
         self._values = None
 
     def _usable(self, content: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Return the options of a file by path; warn of what is none."""
+        """Return the valid options in the content of a file, by path. Warns of entries that are not valid."""
         values: dict[str, Any] = {}
         given = {f"{title}.{name}": value for title, options in content.items() for name, value in options.items()}
         for path, value in given.items():
@@ -204,7 +205,7 @@ class OptionFile:
 
 
 def replace_file(path: str, text: str) -> None:
-    """Replace a file as a whole; only its owner can read it, because it may have a key."""
+    """Replace a file atomically. Only its owner can read it, because it may contain a key."""
     import tempfile
 
     descriptor, temporary = tempfile.mkstemp(dir=os.path.dirname(path), prefix=".nnsight-")
@@ -218,7 +219,7 @@ def replace_file(path: str, text: str) -> None:
 
 
 def _read(path: str) -> dict[str, dict[str, Any]]:
-    """Return the content of a file: options by name, by section. A file that does not exist is empty."""
+    """Return the content of a file, ``{section: {option: value}}``; empty if the file does not exist."""
     if not os.path.exists(path):
         return {}
     with open(path, encoding="utf-8") as file:

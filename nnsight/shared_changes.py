@@ -1,6 +1,6 @@
-"""Changes of settings and functions that exist once for all threads, for the duration of runs.
+"""Temporary changes of settings and functions that all threads share.
 
-Runs may overlap, one inside another or in several threads: the first one makes a change and the last one undoes it.
+Runs may overlap, nested or in several threads. The first run makes a change and the last one undoes it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Have ``value`` as the attribute ``name`` of a module or class; such contexts may nest, and not overlap otherwise."""
+    """Set the attribute ``name`` of a module or class to ``value`` in this context. Contexts of one attribute may only overlap nested."""
     before = vars(owner).get(name, _ABSENT)
     setattr(owner, name, value)
     try:
@@ -28,7 +28,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 class SharedChange:
-    """A change while at least one user is in this context: ``make`` returns the former state, and ``undo`` restores it."""
+    """A change that lasts while any thread is inside this context. ``make`` returns the former state, and ``undo`` restores it."""
 
     def __init__(self, make: Callable[[], Any], undo: Callable[[Any], object]) -> None:
         self._make, self._undo = make, undo

@@ -1,7 +1,7 @@
 """Small helpers that programs import from ``nnsight.util``.
 
-An instance of :class:`WrapperModule` that is set as an attribute of a module is a location of its own when it is called in a block, with
-``hook=True`` or inside such a call.
+A :class:`WrapperModule` gives a value of a block its own location: set one as an attribute of a module, and call it in a block with
+``hook=True``, or inside such a call.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["Object", "WrapperModule", "apply", "fetch_attr", "from_import_path",
 
 
 class Object(torch.Tensor if TYPE_CHECKING else object):  # type: ignore[misc]
-    """For annotations of values of a trace, which type checkers then take for tensors; nothing is an instance."""
+    """Annotation for values of a trace. Type checkers treat it as a tensor; at run time nothing is an instance of it."""
 
 
 class WrapperModule(torch.nn.Module):
-    """Returns what it is given: one argument as it is, several as a tuple."""
+    """An identity module: returns one argument as it is, and several arguments as a tuple."""
 
     def forward(self, *args: Any) -> Any:
         """Return the argument, or the tuple of arguments."""
@@ -30,7 +30,7 @@ class WrapperModule(torch.nn.Module):
 
 
 def fetch_attr(object: Any, path: str) -> Any:
-    """Return what a dotted path below ``object`` names; ``object`` itself for an empty path.
+    """Return the attribute of ``object`` at a dotted path, such as ``"transformer.h"``; ``object`` itself for an empty path.
 
     Raises:
         AttributeError: If a part of the path does not exist.
@@ -39,12 +39,12 @@ def fetch_attr(object: Any, path: str) -> Any:
 
 
 def to_import_path(cls: Any) -> str:
-    """Return module and qualified name of a class or function, joined by a dot."""
+    """Return the module and the qualified name of a class or function, joined by a dot."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def from_import_path(path: str) -> Any:
-    """Return the class or function that :func:`to_import_path` made ``path`` of.
+    """Return the class or function at ``path``, as :func:`to_import_path` returns it.
 
     Raises:
         ImportError: If there is no such module.
@@ -59,14 +59,14 @@ def from_import_path(path: str) -> Any:
                 raise
             continue
         return fetch_attr(module, ".".join(parts[length:]))
-    raise ImportError(f"{path!r} is no path of a module and a name in it.")
+    raise ImportError(f"{path!r} is not the path of a class or function in a module that exists.")
 
 
 def apply(data: Any, fn: Callable[[Any], Any], cls: type, n: int = 0) -> Any:
     """Return ``data`` with ``fn`` applied to every instance of ``cls`` in it, through lists, tuples, sets, dicts and slices.
 
-    Containers are made anew, those of other classes of dicts as such. With ``n`` the attributes of other objects are changed in place, also
-    in the objects that these have, ``n`` objects deep.
+    Containers are rebuilt; a subclass of dict keeps its class. With ``n > 0``, the attributes of other objects are replaced in place, down
+    to a depth of ``n`` objects.
     """
     if isinstance(data, cls):
         return fn(data)

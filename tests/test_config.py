@@ -141,6 +141,8 @@ def test_an_assigned_value_of_another_type(value: Any) -> None:
     assert config.APP.DEBUG is False
     with pytest.raises(TypeError, match=r"CONFIG\.API\.HOST is of type str, not NoneType"):
         config.API.HOST = None
+    with pytest.raises(TypeError, match=r"CONFIG\.API\.CUTS is of type int, not bool"):
+        config.API.CUTS = True
     config.API.KEY = None
 
 
@@ -187,6 +189,7 @@ def test_options_are_those_of_the_process_when_copied() -> None:
         ({"APPS": {"DEBUG": True}}, r"no option APPS\.DEBUG; it is not used"),
         ({"APP": {"DEBUG": "yes"}}, r"APP\.DEBUG is not of type bool; it is not used"),
         ({"API": {"KEY": 7}}, r"API\.KEY is not of type str; it is not used"),
+        ({"API": {"CUTS": True}}, r"API\.CUTS is not of type int; it is not used"),
     ],
 )
 def test_a_file_that_is_wrong_is_reported_once_and_left_out(path: Path, content: Any, message: str) -> None:

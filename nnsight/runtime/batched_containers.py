@@ -1,8 +1,8 @@
 """Batched containers: objects with rows in their attributes, such as the key-value cache of a transformers model.
 
-Tuples, lists and dicts can be rebuilt from other items. An object like a ``DynamicCache`` cannot, because the model keeps a reference to it
-and fills it. So an invoke gets a shallow *copy* of it, with views of its rows in the attributes, and what it assigns there is written back
-to the attributes of the original.
+Tuples, lists and dicts can be rebuilt with other items. An object like a ``DynamicCache`` cannot, because the model keeps a reference to it
+and fills it. So an invoke gets a shallow *copy* of the object, with views of its rows in the attributes. The attributes that the invoke
+assigns are written back to the original.
 
 Batched containers are caches of transformers and their layers, instances of dataclasses, and instances of classes that were registered
 with :func:`register_batched_container`. Containers of ``torch.utils._pytree`` are not among them. An invoke gets any other object whole.
@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 
 from .errors import ReplacementShapeError
 
-#: What is done to a tensor: ``(place, tensor) -> tensor``. A place names the container's class and the attribute.
+#: Maps one tensor: ``(place, tensor) -> tensor``. A place is the container's class and the attribute, as in ``DynamicLayer.keys``.
 OnTensor = Callable[[str, torch.Tensor], torch.Tensor]
 
-#: Puts a replacement in place of some rows: ``(place, whole tensor, given view, replacement) -> whole tensor``.
+#: Writes a replacement of an invoke's rows into the whole tensor: ``(place, whole tensor, given view, replacement) -> whole tensor``.
 PutBack = Callable[[str, torch.Tensor, torch.Tensor, Any], Any]
 
 _Class = TypeVar("_Class", bound=type)
@@ -36,9 +36,9 @@ _NEVER = frozenset({torch.Tensor, torch.nn.Parameter, tuple, list, dict, *_PLAIN
 
 
 def register_batched_container(kind: _Class) -> _Class:
-    """Let several invokes see instances of ``kind``, and of its subclasses, with the tensors in them narrowed to their rows.
+    """Register ``kind``, with its subclasses, as a batched container: each invoke sees the tensors in an instance narrowed to its rows.
 
-    Can decorate the class. Tensors are found in attributes, also inside containers and other batched containers there.
+    Returns ``kind``, so it can be used as a decorator. Tensors are found in attributes, and in containers and batched containers there.
     """
     _registered.add(kind)
     _known.clear()
@@ -46,7 +46,7 @@ def register_batched_container(kind: _Class) -> _Class:
 
 
 def is_batched_container(value: Any) -> bool:
-    """Whether ``value`` is an object whose attributes may hold rows."""
+    """Whether ``value`` is a batched container, see the module docstring."""
     kind = type(value)
     if kind in _NEVER:
         return False
@@ -65,19 +65,19 @@ def _holds_rows(kind: type) -> bool:
 
 
 def _is_cache(kind: type) -> bool:
-    """Whether ``kind`` is a cache of transformers, or part of one; by name, because nothing here imports transformers."""
+    """Whether ``kind`` is a cache of transformers, or a layer of one. It is recognised by name, to avoid importing transformers."""
     package = kind.__module__.partition(".")[0]
     return package == "transformers" and (kind.__module__.endswith(".cache_utils") or kind.__name__.endswith("Cache"))
 
 
 def _is_container(value: Any) -> bool:
-    """Whether ``value`` can be flattened."""
+    """Whether pytree can flatten ``value``."""
     kind = type(value)
     return kind in pytree.SUPPORTED_NODES or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
 
 
 def attributes(container: Any) -> Mapping[str, Any]:
-    """Return the attributes of ``container`` by name."""
+    """Return the attributes of ``container`` by name, from its ``__dict__`` or its ``__slots__``."""
     if hasattr(container, "__dict__"):
         return vars(container)
     names = [name for base in type(container).__mro__ for name in getattr(base, "__slots__", ())]
@@ -85,9 +85,9 @@ def attributes(container: Any) -> Mapping[str, Any]:
 
 
 def on_tensors(value: Any, function: OnTensor, place: str = "") -> Any:
-    """Return ``value`` with ``function`` applied to the tensors in it; batched containers with other tensors are copied.
+    """Return ``value`` with ``function`` applied to each tensor in it. Nothing is changed in place.
 
-    What ``function`` leaves as it is, is not copied: without any change the result is ``value`` itself.
+    Only the containers around a changed tensor are copied. Without any change the result is ``value`` itself.
     """
     if isinstance(value, torch.Tensor):
         return function(place, value)
@@ -115,22 +115,22 @@ def on_tensors(value: Any, function: OnTensor, place: str = "") -> Any:
 
 
 def write_back(location: str, whole: Any, given: Any, left: Any, put: PutBack, place: str = "") -> Any:
-    """Write what an invoke changed in its copy of a batched container back to the whole; return the whole, or its replacement.
+    """Write an invoke's changes of its copy back to the batched container of the whole batch; return the container, or its replacement.
 
     Args:
-        location: For messages.
-        whole: The container of the whole batch (or what it holds at ``place``), which is changed in place.
-        given: The invoke's copy as it got it.
-        left: The invoke's copy after its turn, or what it put in its place.
-        put: Joins a replacement with the rows of the others.
-        place: Of ``whole`` inside the container.
+        location: The location of the container, for messages.
+        whole: The container of the whole batch (or the part of it at ``place``), which is changed in place.
+        given: The invoke's copy before its turn.
+        left: The invoke's copy after its turn, or the object that the invoke put in its place.
+        put: Writes a replacement of the invoke's rows into the whole tensor.
+        place: The position of ``whole`` inside the container.
 
     Raises:
-        ReplacementShapeError: If ``left`` has another structure.
+        ReplacementShapeError: If ``left`` has another structure than ``given``.
     """
     if isinstance(given, torch.Tensor):
         return whole if left is given else put(place, whole, given, left)
-    if given is whole:  # without rows in it
+    if given is whole:  # it contains no rows, so the invoke got the object itself
         return left
     if type(left) is not type(given):
         raise ReplacementShapeError(

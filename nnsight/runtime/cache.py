@@ -1,7 +1,7 @@
 """``tracer.cache()``: the activations of many modules in one object.
 
-A cache observes values as they leave their location, after the blocks of the run have edited them, so it has what the model computed
-with. It reads as ``cache["model.transformer.h.0"].output`` or ``cache.model.transformer.h[0].output``.
+A cache observes each value as it leaves its location, after the blocks of the run have edited it. So it has the values with which the
+model continued. Read it as ``cache["model.transformer.h.0"].output`` or ``cache.model.transformer.h[0].output``.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 
 class MissingEntryError(AttributeError, KeyError, IndexError):
-    """Something was looked up in a cache that it does not hold; by key, number and attribute alike."""
+    """A cache has no entry for a path, an index or an attribute. It is an error of all three kinds of look-up."""
 
-    __str__ = Exception.__str__  # not that of KeyError, which quotes
+    __str__ = Exception.__str__  # KeyError would put the message in quotes
 
 
 class CacheEntry:
-    """Values of one module. When the module ran several times, each is a list with one item for each call.
+    """The cached values of one module. If the module ran several times, each value is a list with one item for each call.
 
-    ``len(entry)`` is the number of calls, ``entry[i]`` and iteration give the entry of one call.
+    ``len(entry)`` is the number of calls. ``entry[i]`` is the entry of one call, and iteration yields these entries.
     """
 
     def __init__(self, path: str) -> None:
@@ -56,17 +56,17 @@ class CacheEntry:
 
     @property
     def output(self) -> Any:
-        """What the module returned; None if outputs are not kept."""
+        """The output of the module; None if the cache does not keep outputs."""
         return self._get("output")
 
     @property
     def inputs(self) -> Any:
-        """All arguments of the module, as ``(args, kwargs)``; None if inputs are not kept."""
+        """All arguments of the module, as ``(args, kwargs)``; None if the cache does not keep inputs."""
         return self._get("input")
 
     @property
     def input(self) -> Any:
-        """The first argument of the module; None if there was none, or inputs are not kept."""
+        """The first argument of the module; None if it had no argument, or if the cache does not keep inputs."""
         first = [args[0] if args else next(iter(kwargs.values()), None) for args, kwargs in self._values["input"]]
         return first[0] if len(first) == 1 else first or None
 
@@ -76,7 +76,7 @@ class CacheEntry:
 
 
 class CacheCalls(list[CacheEntry], CacheEntry):
-    """The entry of a module that ran several times, which is also the list of the entries of its calls."""
+    """The entry of a module that ran several times. It is also a list of the entries of the single calls."""
 
     def __init__(self, entry: CacheEntry) -> None:
         list.__init__(self, entry)
@@ -86,7 +86,7 @@ class CacheCalls(list[CacheEntry], CacheEntry):
 
 
 def resolve_alias(path: str, aliases: Mapping[str, str]) -> str:
-    """Return the module's own path for one that may go through further names."""
+    """Return the module's own path for ``path``, which may contain aliases of modules."""
     for alias, known in aliases.items():
         if path == alias or path.startswith(f"{alias}."):
             return resolve_alias(known + path.removeprefix(alias), aliases)
@@ -94,7 +94,7 @@ def resolve_alias(path: str, aliases: Mapping[str, str]) -> str:
 
 
 def paths_to_cache(modules: Any, known: Sequence[str], aliases: Mapping[str, str]) -> list[str]:
-    """Return the paths of what the user chose: envoys or paths; all of ``known`` for ``None``."""
+    """Return the paths of ``modules``, which are envoys or ``known`` paths; for ``None`` all ``known`` paths."""
     if modules is None:
         return list(known)
     one = isinstance(modules, str) or hasattr(modules, "_path")
@@ -116,19 +116,17 @@ def paths_to_cache(modules: Any, known: Sequence[str], aliases: Mapping[str, str
 
 
 class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
-    """Activations by module path, and by attribute along the path. It has the modules that ran, in that order, no others.
+    """A mapping from module paths to entries, readable by attribute too. It contains only modules that ran, in the order of first calls.
 
     Args:
-        paths: The modules to keep.
-        aliases: Path by further name of a module, for renamed modules.
-        device: As for :meth:`.InterleavingTracer.cache`.
-        dtype: Likewise.
-        detach: Likewise.
-        keys: What is kept of each module: ``"output"``, ``"input"`` or both.
+        paths: Paths of the modules to keep.
+        aliases: Module path by alias, for renamed modules.
+        device: As for :meth:`.InterleavingTracer.cache`; likewise ``dtype``, ``detach`` and ``non_blocking``.
+        keys: The values to keep of each module: ``"output"``, ``"input"`` or both.
 
     Raises:
-        TypeError: If ``dtype`` is no dtype.
-        RuntimeError: If ``device`` is no device.
+        TypeError: If ``dtype`` is not a torch dtype.
+        RuntimeError: If torch does not know the ``device``.
     """
 
     def __init__(
@@ -142,16 +140,16 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         non_blocking: bool = False,
     ) -> None:
         if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"The dtype of a cache is one of torch, such as torch.float16; not {dtype!r}.")
+            raise TypeError(f"The dtype of a cache must be a torch dtype, such as torch.float16, not {dtype!r}.")
         if device is not None:
-            torch.device(device)  # raises for a name that torch does not know, here rather than in the model
+            torch.device(device)  # raises here, at the user's line, for a name that torch does not know
         self._entries = {path: CacheEntry(path) for path in paths}
         self._aliases = aliases
         self._device, self._dtype, self._detach = device, dtype, detach
         self._keys, self._non_blocking = tuple(keys), non_blocking
 
     def attach(self, run: Interleaver, mediator: Mediator) -> None:
-        """Keep what passes in ``run`` from here on, of the rows of ``mediator``.
+        """Start to keep the values of ``run``, narrowed to the rows of ``mediator``.
 
         Raises:
             OutOfOrderError: If the run can never offer one of the locations.
@@ -166,21 +164,21 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         return [path for path, entry in self._entries.items() if not len(entry)]
 
     def observe(self, path: str, key: str, value: Any) -> None:
-        """Keep a copy of ``value``, which is at ``<path>.<key>`` now."""
-        if not len(self._entries[path]):  # comes behind those that ran before
+        """Keep a copy of ``value``, which has just left ``<path>.<key>``."""
+        if not len(self._entries[path]):  # the first call: entries are in the order in which modules first ran
             self._entries[path] = self._entries.pop(path)
-        self._entries[path]._values[key].append(pytree.tree_map(self._kept, value))
+        self._entries[path]._values[key].append(pytree.tree_map(self._copied, value))
 
-    def _kept(self, leaf: Any) -> Any:
+    def _copied(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         kept = leaf.detach() if self._detach else leaf
         dtype = self._dtype if leaf.is_floating_point() else None
-        # A copy in any case: later edits in place are not this module's.
+        # Always a copy, so that later in-place edits do not change the cached value.
         return kept.to(device=self._device, dtype=dtype, copy=True, non_blocking=self._non_blocking)
 
     def save(self) -> Cache:
-        """Return the cache, which is saved already.
+        """Return the cache. A cache is always saved; this method exists so that ``tracer.cache().save()`` works.
 
         Raises:
             ValueError: Outside a trace.
@@ -213,20 +211,20 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         return self.view(self._rooted(name))
 
     def view(self, path: str) -> CacheView:
-        """Return the position at a path, which leads to modules that are kept; raise :class:`MissingEntryError` if it leads to none."""
+        """Return a view of the entries at and below ``path``; raises :class:`MissingEntryError` if no cached module is there."""
         start = resolve_alias(path, self._aliases)
         if not any(known == start or known.startswith(f"{start}.") for known in (*self._entries, *self._aliases)):
             raise MissingEntryError(f"The cache has no module at `{path}`, nor below it.{did_you_mean(path, list(self._entries))}")
         return CacheView(self, path)
 
     def _rooted(self, path: str) -> str:
-        """Return ``path``, which may lack the name of the root, with it."""
+        """Return ``path`` with the name of the root module in front, if it is missing."""
         root = next(iter(self._entries), path).partition(".")[0]
         return path if path.partition(".")[0] == root else f"{root}.{path}"
 
 
 class CacheView:
-    """A position along a path of a cache. As a collection it has the paths of the cache from there on."""
+    """A cache seen from a path inside it, such as ``cache.model.transformer``. As a collection it has the cached paths at and below it."""
 
     def __init__(self, cache: Cache, path: str) -> None:
         self._cache, self._path = cache, path
@@ -237,7 +235,7 @@ class CacheView:
         return getattr(self._cache[self._path], name) if name in ("output", "input", "inputs") else self[name]
 
     def save(self) -> CacheView:
-        """Return this position, whose cache is saved already."""
+        """Return this view. Its cache is always saved."""
         return save(self)
 
     def __getitem__(self, index: int | str) -> CacheView:
@@ -251,11 +249,11 @@ class CacheView:
         return path in set(self) or f"{self._path}.{path}" in self._cache
 
     def keys(self) -> list[str]:
-        """Return the paths of the cache from here on."""
+        """Return the cached paths at and below this path."""
         return list(iter(self))
 
     def __len__(self) -> int:
-        """Return how often the module here ran; of a container, which does not run, how many modules below it did."""
+        """Return the number of calls of the module at this path; for a container, which is not called, how many modules below it ran."""
         return len(self._cache[self._path]) if self._path in self._cache else len(self.keys())
 
     def __bool__(self) -> bool:

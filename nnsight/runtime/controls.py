@@ -1,4 +1,4 @@
-"""Methods of tracers by which a block controls its run."""
+"""Methods of tracers that let a block control its run: stop it, and choose occurrences."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from .iteration import Iterations, IteratorTracer, running_mediator
 
 
 class RunControls:
-    """Methods of tracers whose block runs beside a model."""
+    """Methods of tracers whose block runs together with a model."""
 
     def stop(self) -> None:
-        """End the run behind this location: the rest of the model does not run, and neither does the rest of this block.
+        """End the run after this location: neither the rest of the model nor the rest of this block runs.
 
-        Other blocks that wait for the same occurrence get it first. One that waits for a later location gets an
-        :class:`OutOfOrderError`, in a loop over steps a warning.
+        Other blocks that wait for the same occurrence still get it. A block that waits for a later location gets an
+        :class:`OutOfOrderError`, or a warning if it is in a loop over steps.
         """
         running_mediator("tracer.stop()")
         raise EarlyStopException()
 
     @property
     def iter(self) -> Iterations:
-        """Choose occurrences (steps of a generation) to loop over: ``for step in tracer.iter[:3]``."""
+        """The occurrences (steps of a generation) to loop over, chosen by an index: ``for step in tracer.iter[:3]``."""
         return Iterations()
 
     def all(self) -> IteratorTracer:
-        """Loop over all occurrences; the same as ``tracer.iter[:]``."""
+        """Return a loop over all occurrences; the same as ``tracer.iter[:]``."""
         return self.iter[:]
 
     def next(self, steps: int = 1) -> Self:
-        """Let later requests of this block ask for the occurrence ``steps`` further on."""
+        """Let later requests of this block ask for a later occurrence, ``steps`` (0 or more) after the current one; returns this tracer."""
         running_mediator("tracer.next()").advance(steps)
         return self

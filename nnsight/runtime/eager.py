@@ -1,4 +1,4 @@
-"""The eager driver: it calls the model as plain PyTorch would, and the intercepted module calls offer values."""
+"""The eager driver: it calls the model like plain PyTorch, and the intercepted module calls offer their values to the blocks."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .report import Report
 
 
 class EagerDriver:
-    """Calls ``function``, usually the root module, with its modules intercepted by ``instrumentation``."""
+    """Calls ``function``, usually the root module, while ``instrumentation`` intercepts the calls of its modules."""
 
     def __init__(self, function: Callable[..., Any], instrumentation: Instrumentation) -> None:
         self.function = function
         self.instrumentation = instrumentation
 
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-        """Call the model once within ``interleaver`` and return its output."""
+        """Call the model once in the run ``interleaver`` and return its output."""
         report.mode = "eager"
         with self.instrumentation:
             return self.function(*args, **kwargs)

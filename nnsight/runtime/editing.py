@@ -1,10 +1,10 @@
 """Edits: blocks that run in every later trace of a model.
 
-``with model.edit() as edited:`` does not run the model. Its block is kept, with the present values of its variables, and each trace of
-``edited`` runs it before the blocks of the trace. A plain call, ``edited(x)``, is a run without other blocks.
+``with model.edit() as edited:`` does not run the model. It stores the block with the present values of its variables. Each trace of
+``edited`` runs the stored block before its own blocks. A plain call, ``edited(x)``, runs only the edits.
 
-An edit has no reference to the model that has it, because such a cycle would keep the weights until the cycle collector runs. So a variable
-that holds the model is kept as a name, and bound when the block runs. This is also how an edit is given to another model, :meth:`Edit.of`.
+A model owns its edits. An edit has no strong reference to its model, because such a cycle would keep the weights until the cycle collector
+runs. Variables that hold the model are stored as names and bound when the block runs. So :meth:`Edit.of` can move an edit to another model.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .controls import RunControls
 
 @dataclass(frozen=True, eq=False)
 class Edit:
-    """A block that is kept."""
+    """A stored block."""
 
     block: Block  # its code
-    scope: Scope  # the values its variables had when it was defined
+    scope: Scope  # the values that its variables had when it was defined
     module_globals: dict[str, Any]  # the globals of the user's module
     source: Excerpt  # its text
-    target: weakref.ref[Any]  # the model that has it, and what the block's `as` name stands for. A weak reference: the edit belongs to it
-    roots: frozenset[str] = frozenset()  # variables that stand for that model too
+    target: weakref.ref[Any]  # the model that owns the edit; the block's `as` name is bound to it
+    roots: frozenset[str] = frozenset()  # other variables of the block that are bound to this model
 
     def function(self) -> Callable[[], None]:
-        """Return the block as a function for one run, on variables of its own."""
+        """Return the block as a function for one run, on a copy of its variables."""
         scope, target = self.scope.copy(), self.target()
         for name in self.roots:
             scope.cells[name].cell_contents = target
@@ -41,14 +41,14 @@ class Edit:
         return self.block.bind(scope, bound, self.module_globals)
 
     def of(self, model: Any) -> Edit:
-        """Return this edit as one that ``model`` has."""
+        """Return a copy of this edit for ``model``."""
         return replace(self, target=weakref.ref(model))
 
 
 class EditingTracer(RunControls, Tracer):
-    """The context manager of ``model.edit()``, which adds its block to ``edits`` of the model ``edited``.
+    """The context manager of ``model.edit()``. It adds its block to ``edits``, the list of edits of the model ``edited``.
 
-    ``as edited`` binds the edited model, ``as (tracer, edited)`` a tracer as well.
+    ``as edited`` binds the edited model; ``as (tracer, edited)`` also binds a tracer.
     """
 
     def __init__(self, edits: list[Edit], edited: Any, backend: Backend | None = None) -> None:
@@ -63,7 +63,7 @@ class EditingTracer(RunControls, Tracer):
 
     @property
     def target_value(self) -> Any:
-        """The edited model; with two names behind ``as``, this tracer and the model."""
+        """The value that ``as`` binds: the edited model, or this tracer and the model if ``as`` has two names."""
         two = self.info is not None and isinstance(self.info.target, tuple)
         return (self, self._edited) if two else self._edited
 
@@ -73,7 +73,7 @@ class EditingTracer(RunControls, Tracer):
         self._edits = []
 
     def execute(self, function: Callable[[], None]) -> Any:
-        """Keep the block."""
+        """Store the block as an edit of the model."""
         assert isinstance(function, types.FunctionType)
         assert self.info is not None and self.scope is not None and self._source is not None
         kept = self.scope.copy()

@@ -1,4 +1,4 @@
-"""Errors of a run: a block waited for something the model did not offer."""
+"""Errors and warnings of a run, and the messages that explain requests and replacements that failed."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from typing import Any
 
 
 class MissedProviderError(ValueError):
-    """A location was requested that the run did not offer after the request."""
+    """The run did not offer a location after a block had requested it."""
 
 
 class OutOfOrderError(MissedProviderError):
-    """A location was requested after the model had passed it, or was never reached at all."""
+    """A block requested a location that the model had already passed, or never reached."""
 
 
 class EarlyStopException(Exception):
-    """Raised in a block by ``tracer.stop()``; ends the run without being an error."""
+    """Raised by ``tracer.stop()``: ends the run, and is not reported as an error."""
 
 
 class SkipException(Exception):
-    """Raised in a block that stands at the input of a module: ends the block, and the module returns ``value`` unrun."""
+    """Raised by a block that has just read the input of a module: the block ends, and the module returns ``value`` without running."""
 
     def __init__(self, value: Any) -> None:
         super().__init__(value)
@@ -26,11 +26,11 @@ class SkipException(Exception):
 
 
 class UncompiledWarning(UserWarning):
-    """A call of a compiled model, or a part of it, ran uncompiled. Its results are right, and take longer."""
+    """A call of a compiled model, or a part of the call, ran uncompiled. Its results are correct, but it is slower."""
 
 
 class NNsightDeprecationWarning(FutureWarning):
-    """The category for uses of this package that are to be written in another way."""
+    """A use of this package is deprecated; the message names its replacement."""
 
 
 def passed_message(location: str, occurrence: int, visited: str | None) -> str:
@@ -48,13 +48,13 @@ def uncounted_message(location: str) -> str:
     function, _, operation = location.rpartition(".source.")
     return (
         f"`{location}` cannot be served in this run: `{function}` had already run when the block first mentioned its "
-        f"operations, and how often it passed this one is not known. Mention it before: write `….source.{operation.split('.')[0]}` "
+        f"operations, so the occurrences of this one were not counted. Mention it earlier: write `….source.{operation.split('.')[0]}` "
         "at the top of the block or before the trace."
     )
 
 
 def uncaptured_message(location: str) -> str:
-    """Explain a request for an operation that a compiled model was captured without."""
+    """Explain a request for an operation that has no tap in the captured graph of a compiled model."""
     function, _, operation = location.rpartition(".source.")
     return (
         f"`{location}` is not in the captured graph: this compiled trace was under way when the block first mentioned the "
@@ -64,7 +64,7 @@ def uncaptured_message(location: str) -> str:
 
 
 def loop_ended_message(location: str, occurrence: int) -> str:
-    """Say that a loop over occurrences has ended where the model had."""
+    """Explain that a loop over occurrences ended because the model had finished."""
     return (
         f"The loop ended at `{location}.i{occurrence}`, which was never reached: the model had finished. The effects of the "
         "loop so far are kept. The rest of this step and the code after the loop were not run. Bound the loop, as in "
@@ -73,16 +73,16 @@ def loop_ended_message(location: str, occurrence: int) -> str:
 
 
 def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None, stopped: bool = False) -> str:
-    """Explain a request that still waited when the model had finished, after ``calls`` occurrences of its location."""
+    """Explain a request that was still waiting when the model had finished, after ``calls`` occurrences of its location."""
     if location.startswith("barrier("):
-        cause = "it was never reached by every block that takes part, and all of them have to call it"
+        cause = "not every participating block called it, and it opens only when all of them have"
     elif location.endswith(".grad"):
         cause = (
             "the backward pass had passed this tensor, or does not reach it. Gradients come in the reverse order of the "
             "forward pass: read those of later layers first"
         )
     elif stopped:
-        cause = "another block had called tracer.stop(), which ends the run of all blocks, before the model came there"
+        cause = "another block had called tracer.stop(), which ends the run of all blocks, before the model reached it"
     elif calls:
         cause = f"it occurred only {calls} time{'s' * (calls > 1)} in this run"
     else:
@@ -96,20 +96,20 @@ def never_reached_message(location: str, occurrence: int, calls: int, visited: s
 
 
 class ReplacementShapeError(ValueError, RuntimeError):
-    """A block replaced a tensor of the model by one of another shape, and the model cannot go on with it.
+    """A block replaced a tensor of the model by a tensor of another shape, and the model cannot continue with it.
 
     Compiled traces raise it at the replacement, because the captured graph is for the model's shapes. Eager traces
-    raise it when the model fails after such a replacement; the model's own error is the cause.
+    raise it when the model fails after such a replacement; the model's own error is its ``__cause__``.
     """
 
 
 def replacement_message(location: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> str:
-    """Explain a replacement of another shape."""
+    """Explain a replacement whose shape differs from that of the model's value."""
     return f"The replacement of `{location}` has shape {shape}, but the model has {expected} there."
 
 
 def structure_message(location: str, found: Any, expected: Any) -> str:
-    """Explain a replacement of another structure, given that of its tree and that of the model's value."""
+    """Explain a replacement whose structure ``found`` (a pytree spec) differs from the structure ``expected`` of the model's value."""
     place = ""
     while (found.type, found.context, found.num_children) == (expected.type, expected.context, expected.num_children):
         keys = expected.context if isinstance(expected.context, list) else range(expected.num_children)

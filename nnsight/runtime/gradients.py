@@ -1,12 +1,12 @@
 """Gradients: a block that runs together with a backward pass.
 
-``with loss.backward():`` defers its body like a trace. In the body ``tensor.grad`` is a location: reading it waits until the backward pass
-has the gradient of the loss with respect to that tensor, and assigning replaces the gradient. Tensor hooks, which are removed after the
-pass, offer the locations. The compiled block has a call in place of ``tensor.grad``; elsewhere tensors keep their attribute, and
-``loss.backward()`` without ``with`` is torch's own.
+``with loss.backward():`` defers its body like a trace. In the body ``tensor.grad`` is a location. Reading it waits until the backward pass
+has computed the gradient of the loss with respect to that tensor, and assigning to it replaces the gradient. Tensor hooks offer the
+locations; they are removed after the pass. Blocks are compiled with a call of :func:`gradient_of` in place of ``tensor.grad``. All other
+code reads the ordinary attribute, and ``loss.backward()`` without ``with`` is torch's own method.
 
-Such blocks, and helper functions that call ``hidden.save()``, can be outside of runs. So tensors have the two methods from the first
-wrapped model on (:func:`add_tensor_methods`).
+Backward blocks, and helper functions that call ``hidden.save()``, can be outside of runs. So tensors get both methods when the first model
+is wrapped (:func:`add_tensor_methods`).
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from .mediator import Mediator
 
 _lock = threading.Lock()
 
-#: That of torch.
+#: The original ``torch.Tensor.backward``.
 _plain_backward: Callable[..., Any] = torch.Tensor.backward
 
 
 class Gradient:
-    """The object in place of ``tensor`` in ``tensor.grad`` inside a backward block."""
+    """Stands for ``tensor`` in the expression ``tensor.grad`` of a backward block."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
 
     @property
     def grad(self) -> Any:
-        """The gradient of the loss with respect to the tensor, of its shape and dtype."""
+        """The gradient of the loss with respect to the tensor, with the tensor's shape and dtype."""
         return self._mediator().request_once(self._offer())
 
     @grad.setter
@@ -63,16 +63,16 @@ class Gradient:
         return run.current
 
     def _offer(self) -> str:
-        """Let the backward pass offer the gradient; return its location."""
+        """Register a hook that offers the gradient during the backward pass; return the gradient's location."""
         run, tensor = active_interleaver(), known_to_autograd(self._tensor)
         assert isinstance(run, _BackwardInterleaver)
         known = run.locations.get(id(tensor))
-        # The tensor is kept for as long as its identity stands for it.
+        # `locations` also holds the tensor, so that its id is not reused.
         location = known[1] if known else f"<tensor {len(run.locations)} of shape {tuple(tensor.shape)}>.grad"
         if known is None:
             if not tensor.requires_grad:
                 raise ValueError(
-                    "The gradient of a tensor that does not require one was read. Call `.requires_grad_()` on the tensor in "
+                    "The `.grad` of a tensor that does not require gradients was read. Call `.requires_grad_()` on the tensor in "
                     "the trace, before the model uses it, and do not trace under `torch.no_grad()`."
                 )
             run.check_flows_through(tensor)
@@ -81,40 +81,40 @@ class Gradient:
         return location
 
 
-#: For tensors of compiled graphs: the tensor whose gradient theirs is, or their version if autograd has no such tensor.
-_seen_as = WeakIdKeyDictionary()
+#: Results of compiled graphs: the tensor that autograd knows in place of each, or its version if autograd lacks a part of its gradient.
+_gradient_sources = WeakIdKeyDictionary()
 
 
 def stand_for(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Take the gradient of ``tensor``, a view that a user has in place of ``other``, from ``other``."""
-    _seen_as[tensor] = other
+    """Let ``tensor.grad`` be the gradient of ``other``. The user holds ``tensor``, which is a view of ``other``."""
+    _gradient_sources[tensor] = other
 
 
 def refuse(tensor: torch.Tensor) -> None:
-    """Raise an error if the gradient of ``tensor`` in its present version is requested: autograd would miss a part of it."""
-    _seen_as[tensor] = tensor._version
+    """Make ``tensor.grad`` an error until ``tensor`` is edited in place, because autograd would compute only a part of the gradient."""
+    _gradient_sources[tensor] = tensor._version
 
 
 def known_to_autograd(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor to which all gradients of ``tensor`` flow.
+    """Return the tensor in the autograd graph that has the whole gradient of ``tensor``.
 
     Raises:
-        ValueError: If a compiled graph has hidden some of them.
+        ValueError: If a compiled graph hides a part of the gradient from autograd.
     """
-    other = _seen_as.get(tensor, tensor)
+    other = _gradient_sources.get(tensor, tensor)
     if isinstance(other, int):
-        if other != tensor._version:  # edited since, so nothing of what the graph made is made of it
+        if other != tensor._version:  # edited in place since then, so no result of the graph depends on the present version
             return tensor
         raise ValueError(
-            "The gradient of this tensor cannot be told: a compiled graph has returned it together with results that come from "
-            "it, which autograd does not know. Call `.requires_grad_()` on the tensor in the trace, where you read it, or use "
-            "`trace(..., compile=False)`."
+            "The gradient of this tensor cannot be computed: a compiled graph has returned it together with results that depend on "
+            "it, and autograd does not know of this dependence. Call `.requires_grad_()` on the tensor in the trace, where you read "
+            "it, or use `trace(..., compile=False)`."
         )
     return other if other.requires_grad else tensor
 
 
 def gradient_of(value: Any) -> Any:
-    """Return what ``value.grad`` is looked up on inside a block."""
+    """Return the object on which a block looks up ``value.grad``: ``value``, except in backward blocks and blocks that are recorded."""
     run = active_interleaver()
     if run is not None and run.recorder is not None:
         return run.recorder.gradients.location_of(value)
@@ -134,14 +134,14 @@ class _BackwardInterleaver(Interleaver):
         self._edges: set[tuple[Any, int]] | None = None
 
     def offer_gradient(self, location: str, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Offer a gradient to the block, unless it is of another run, whose pass reaches the same tensor."""
+        """Offer a gradient to the block; the hook returns nothing if the backward pass of another run has reached the tensor."""
         if active_interleaver() is not self:
             return None
-        # A copy to edit: autograd passes one buffer to several tensors, and expanded ones.
+        # The block edits a copy, because autograd passes expanded buffers, and one buffer to several tensors.
         return self.handle(location, gradient.clone(memory_format=torch.contiguous_format))
 
     def check_flows_through(self, tensor: torch.Tensor) -> None:
-        """Raise if the gradient does not flow through ``tensor``, where a hook would be given zeros or nothing."""
+        """Raise if the gradient of the loss does not flow through ``tensor``: its hook would get zeros, or would not run."""
         if self._edges is None:
             start = get_gradient_edge(self._loss)
             self._edges, pending = {start[:2]}, [start.node]
@@ -152,8 +152,8 @@ class _BackwardInterleaver(Interleaver):
                         pending.append(node)
         if get_gradient_edge(tensor)[:2] not in self._edges:
             raise ValueError(
-                "The gradient of the loss does not flow through this tensor. The loss does not depend on it, or only by way "
-                "of something without gradients, such as `.detach()`."
+                "The gradient of the loss does not flow through this tensor. The loss does not depend on it, or depends on it only "
+                "through an operation without gradients, such as `.detach()`."
             )
 
     def check_request(self, location: str) -> None:
@@ -165,7 +165,7 @@ class _BackwardInterleaver(Interleaver):
 
 
 def check_gradient(tensor: torch.Tensor, value: Any) -> None:
-    """Raise unless ``value`` can flow on in place of the gradient of ``tensor``."""
+    """Raise unless ``value`` has the shape, dtype and device that a gradient of ``tensor`` must have."""
     wanted = f"a tensor of shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}"
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"A gradient was replaced by a {type(value).__name__}; it has to be {wanted}: `torch.zeros_like(x)`.")
@@ -176,7 +176,7 @@ def check_gradient(tensor: torch.Tensor, value: Any) -> None:
 
 
 class BackwardsTracer(Tracer):
-    """The context manager ``loss.backward(...)`` is in the header of a ``with`` statement."""
+    """The context manager that ``loss.backward(...)`` returns in the header of a ``with`` statement."""
 
     def __init__(self, loss: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()
@@ -186,14 +186,14 @@ class BackwardsTracer(Tracer):
         """Run the backward pass with ``function`` as its block.
 
         Raises:
-            NotImplementedError: If the loss requires no gradient; the block has not begun then.
+            NotImplementedError: If the loss does not require gradients. The block is not started.
         """
         assert self._call is not None
         loss, args, kwargs = self._call
         computed(loss)
         if not loss.requires_grad:
             raise NotImplementedError(
-                "The loss of `with ...backward():` does not require grad: nothing that it is made of does, or it was made under "
+                "The loss of `with ...backward():` does not require grad: no tensor that it depends on does, or it was computed under "
                 "`torch.no_grad()`. Call `.requires_grad_()` on a tensor in the trace, before the model uses it."
             )
         with explaining_freed_graphs():
@@ -205,12 +205,12 @@ class BackwardsTracer(Tracer):
 
 
 def _run_along(loss: torch.Tensor, block: Callable[[], None], info: Any, flow: Callable[[], Any]) -> None:
-    """Run ``block`` along with a backward pass from ``loss``; ``flow()`` is the pass."""
+    """Run ``block`` together with a backward pass from ``loss``; ``flow()`` runs the pass."""
     if not isinstance(loss, FakeTensor):
         computed(loss)
     run = _BackwardInterleaver([Mediator(block, info, "backward")], loss)
     try:
-        # Hooks have to run on this thread, where the block is.
+        # Hooks must run on this thread, because they switch to the block's greenlet.
         with run, torch.autograd.set_multithreading_enabled(False):
             flow()
             run.finish()
@@ -223,9 +223,9 @@ def _run_along(loss: torch.Tensor, block: Callable[[], None], info: Any, flow: C
 def differentiate(
     loss: torch.Tensor, tensors: Sequence[torch.Tensor], block: Callable[[], None], gradient: torch.Tensor | None, **how: Any
 ) -> None:
-    """Run ``block`` with a backward pass from ``loss`` to ``tensors``, which accumulates no gradient.
+    """Run ``block`` together with a backward pass from ``loss`` to ``tensors``. It adds nothing to the ``.grad`` of any tensor.
 
-    ``gradient`` and ``how`` are ``grad_outputs`` and further arguments of :func:`torch.autograd.grad`.
+    ``gradient`` is the ``grad_outputs`` of :func:`torch.autograd.grad`, and ``how`` its further arguments.
     """
 
     def flow() -> None:
@@ -237,14 +237,14 @@ def differentiate(
 
 
 def computed(loss: torch.Tensor) -> torch.Tensor:
-    """Return ``loss`` with a value; in a compiled trace the graph is run for it, in a way that shows gradients to autograd."""
+    """Return ``loss`` with its value. In a compiled trace this runs the graph up to here, so that autograd has the graph of ``loss``."""
     if torch.overrides.has_torch_function_unary(loss):
         return torch.overrides.handle_torch_function(computed, (loss,), loss)
     return loss
 
 
 def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Compute gradients; in the header of a ``with`` statement, together with the block.
+    """Compute gradients. In the header of a ``with`` statement, return the context manager that runs the block with the backward pass.
 
     The arguments are those of :meth:`torch.Tensor.backward`.
     """
@@ -275,7 +275,7 @@ def explaining_freed_graphs() -> Iterator[None]:
 
 
 def add_tensor_methods() -> None:
-    """Let ``x.save()`` mark a tensor ``x``, and ``with loss.backward():`` begin a block; later calls do nothing."""
+    """Give tensors the method ``save``, and let ``with loss.backward():`` begin a block. Later calls do nothing."""
     global _plain_backward
     with _lock:
         if not hasattr(torch.Tensor, "save"):

@@ -1,11 +1,11 @@
-"""The turn-taking between a model and the blocks written against it.
+"""One run, in which a model and the blocks written against it take turns.
 
-A *driver* walks the model and calls :meth:`Interleaver.handle` with the value at each location. ``handle`` gives the value to every
-mediator that waits there, lets each run until it waits for something else, and returns the value as they left it. All effects of a block on
-a run (reads, edits, replacements) happen inside this call, so a feature implemented here works under every driver: eager modules, the taps
-of a captured graph, an inference engine.
+A *driver* runs the model and calls :meth:`Interleaver.handle` with the value at each location. ``handle`` gives the value to every
+mediator that waits there, lets each run until it waits for something else, and returns the value with their edits. All effects of a block
+on a run (reads, edits, replacements) happen inside this call. So a feature that is implemented here works under every driver: eager
+modules, the taps of a captured graph, an inference engine.
 
-One interleaver is one run. The active one is in a context variable and never on the model, so two threads can trace one model at once.
+The active run is in a context variable and never on the model, so two threads can trace one model at once.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from .cache import Cache
     from .mediator import Mediator
 
-#: The run of this thread and context, to be set.
+#: Context variable with the run of this thread and context.
 active_run: ContextVar[Interleaver | None] = ContextVar("nnsight_interleaver", default=None)
 
-#: The run of this thread and context, or ``None``. Bound method: called once for every module call of a run.
+#: Returns the run of this thread and context, or ``None``. A bound method, because every module call of a run calls it.
 active_interleaver = active_run.get
 
-#: The location of a block that waits for a step: whichever location occurs next with a certain number.
+#: The location of a block that waits for a step. It stands for any location whose next occurrence has the step's number.
 ANYWHERE = ""
 
-#: Appended to the location of an output: the returned value, for blocks that were given a deferred output there.
+#: Suffix for the location of an output: there, blocks that got a deferred output wait for the returned value.
 RETURNED = " (returned)"
 
 
 def split_requester(requester: str) -> tuple[str, int | None]:
-    """Return the location and the occurrence that ``requester`` names, as in ``x.i2``; ``None`` if it names no occurrence."""
+    """Split ``x.i2`` into the location ``x`` and the occurrence 2; the occurrence of a ``requester`` without number is ``None``."""
     location, dot, number = requester.rpartition(".i")
     return (location, int(number)) if dot and number.isdecimal() else (requester, None)
 
@@ -47,13 +47,13 @@ class Waited(dict[str, int]):
     __slots__ = ()
 
     def add(self, location: str) -> None:
-        """Count one more at ``location``."""
+        """Count one more waiting mediator or observer at ``location``."""
         self[location] = self.get(location, 0) + 1
         if location == ANYWHERE:
             self.__class__ = Everywhere
 
     def remove(self, location: str) -> None:
-        """Count one less at ``location``."""
+        """Count one waiting mediator or observer less at ``location``."""
         self[location] -= 1
         if not self[location]:
             del self[location]
@@ -62,7 +62,7 @@ class Waited(dict[str, int]):
 
 
 class Everywhere(Waited):
-    """The same while a block waits for a step, which any location can begin."""
+    """The class of :class:`Waited` while a block waits for a step, which any location can begin: drivers offer all values."""
 
     __slots__ = ()
 
@@ -71,15 +71,15 @@ class Everywhere(Waited):
 
 
 class Interleaver:
-    """One run: a model, the mediators of its blocks, and whose turn it is.
+    """One run: the mediators of its blocks, and the state of the turn-taking with the model.
 
-    As a context manager it starts the blocks and, in the end, ends them; ``tracer.stop()`` in a block is not an error then. A stop takes
-    effect behind the location where it is called: others that wait for the same occurrence still get it.
+    As a context manager it starts the blocks and, at its exit, ends them. It suppresses the exception of ``tracer.stop()``. A stop takes
+    effect after the location where it is called: other blocks that wait for the same occurrence still get it.
 
     Args:
         mediators: The blocks, in the order in which they were defined.
-        tracer: The tracer that makes the run, for blocks and drivers that ask, while the run lasts.
-        on_blocks_done: Called once no block has code left to run, while the model may still have to.
+        tracer: The tracer of the run, for blocks and drivers; dropped at the end of the run.
+        on_blocks_done: Called once all blocks have ended. The model may still be running.
     """
 
     def __init__(
@@ -91,35 +91,35 @@ class Interleaver:
     ) -> None:
         self.mediators = list(mediators)
         self.tracer = tracer
-        self.tree: Any = None  # the modules whose locations occur in this run, if they are those of one model
+        self.tree: Any = None  # the module tree of the model, if all locations of the run are locations of one model
         self.recorder: Any = None  # records the blocks as data, if they run elsewhere; see `nnsight.program.record.recorder`
         self.stopped = False  # whether a block has called `tracer.stop()`
-        self.failure: BaseException | None = None  # what a block raised, kept in case the model's own code catches it
+        self.failure: BaseException | None = None  # the error of a block, kept in case the model's own code catches it
         #: Functions that see values as they leave a location, each with the mediator whose rows it sees.
         self.observers: dict[str, list[tuple[Mediator, Callable[[Any], None]]]] = {}
         self.caches: list[tuple[Mediator, Cache]] = []  # each with the mediator whose rows it keeps
-        self.skips: dict[str, dict[Mediator, Any]] = {}  # what modules return unrun, by location of the input and by mediator
-        #: How intercepted calls call `handle`; a compiler sets it to keep itself out of the blocks' code.
+        self.skips: dict[str, dict[Mediator, Any]] = {}  # values that skipped modules return, by location of the input and by mediator
+        #: Intercepted calls call it in place of `handle`. A compiler replaces it, so that it does not compile the code of blocks.
         self.offer: Callable[[Interleaver, str, Any], Any] = Interleaver.handle
-        #: Called with location, the model's value and the replacement; raises to refuse it.
+        #: Called with the location, the model's value and its replacement; raises to refuse the replacement.
         self.check_replacement: Callable[[str, Any, Any], None] | None = None
-        #: Called with the path of a module or operation to skip, and what it returns instead; raises to refuse it.
+        #: Called with the path of a module or operation to skip, and the value to return instead; raises to refuse the skip.
         self.check_skip: Callable[[str, Any], None] | None = None
-        #: Set by a driver that knows which locations can still come; called with the location of a request.
+        #: Set by drivers that know which locations are still to come. Called with the location of a request; raises to refuse it.
         self.check_location: Callable[[str], None] | None = None
-        #: Where the run's result passes, if only its one block can change it after that: there the block's operations join the graph.
+        #: The location that the result passes inside the graph, if nothing but the one block of the run can change the result after it.
         self.output_location: str | None = None
-        self.returns = True  # whether the caller uses what the model returns; otherwise only blocks do
-        self.inputs: Sequence[Any] = ()  # tensors from outside whose calls a compiler records, and does not make at once
-        self.deferred_outputs: list[Any] | None = None  # deferred outputs that blocks were given; `None` under a driver without them
-        self.uncounted: set[str] = set()  # functions whose operations the run passed before a block mentioned one of them
+        self.returns = True  # whether the caller uses the model's return value; otherwise only blocks use it
+        self.inputs: Sequence[Any] = ()  # external tensors: a compiler records calls on them instead of making the calls at once
+        self.deferred_outputs: list[Any] | None = None  # deferred outputs that blocks got; `None` under a driver without deferred outputs
+        self.uncounted: set[str] = set()  # paths of functions that ran before a block first mentioned their operations
         self._on_blocks_done = on_blocks_done
-        self.waited = Waited()  # number of mediators waiting, by location; a driver calls `handle` for these
-        self.counts: Counter[str] = Counter()  # how often the run has passed each location; a driver counts the others itself
+        self.waited = Waited()  # the locations for which a driver must call `handle`
+        self.counts: Counter[str] = Counter()  # number of passes of each location; a driver counts those without a call of `handle`
         self.current: Mediator | None = None  # the mediator whose code is running; `None` while the model runs
         self.visits: list[tuple[str, int]] = []  # locations and occurrences that are being handled; a block can call modules in one
         self._lending: list[Mediator | None] = []  # blocks that have lent their turn to a module that they call
-        self.ready: list[Mediator] = []  # those that can go on as soon as the running one waits
+        self.ready: list[Mediator] = []  # blocks that a barrier has released; they run as soon as the running block waits
         self._token: Any = None
 
     def __enter__(self) -> Interleaver:
@@ -145,9 +145,9 @@ class Interleaver:
         return self._token is not None
 
     def handle(self, location: str, value: Any, iterate: bool = True) -> Any:
-        """Offer ``value`` to the mediators waiting at ``location``.
+        """Offer ``value`` to the mediators that wait at ``location``, and return the value with which the model continues.
 
-        Returns the value with which the model continues. Only if ``iterate`` is false may ``location`` have a number, as in ``x.i2``.
+        If ``iterate`` is false, ``location`` may name its occurrence, as in ``x.i2``. Otherwise occurrences are counted.
         """
         if not iterate:
             location, given = split_requester(location)
@@ -159,7 +159,7 @@ class Interleaver:
             return value
         self.visits.append((location, occurrence))
         served = True
-        while served and location in self.waited:  # one visit can lead another block to ask for the same location
+        while served and location in self.waited:  # after a visit, another block may ask for the same location
             served = False
             for mediator in self.mediators:
                 if mediator.waits_at(location, occurrence):
@@ -181,12 +181,12 @@ class Interleaver:
         return self.visits[-1] if self.visits else None
 
     def end_if_stopped(self) -> None:
-        """End the run, by an :class:`EarlyStopException`, if a block has stopped it."""
+        """Raise an :class:`EarlyStopException` if a block has stopped the run."""
         if self.stopped:
             raise EarlyStopException
 
     def handle_returned(self, location: str, value: Any) -> Any:
-        """Offer the returned output at ``location`` to the mediators that got a deferred output there and wait for the value."""
+        """Offer the returned ``value`` to the mediators that got a deferred output at ``location`` and wait for its value."""
         occurrence = self.counts[location] - 1
         self.visits.append((location, occurrence))
         for mediator in self.mediators:
@@ -198,7 +198,7 @@ class Interleaver:
         return value
 
     def begin_step(self, location: str) -> None:
-        """Let the mediators go on that wait for the step that the next occurrence of ``location`` begins, without its value."""
+        """Resume the mediators that wait for the step that the next occurrence of ``location`` begins. They get no value."""
         begun = location, self.counts.get(location, 0)
         self.visits.append(begun)
         for mediator in self.mediators:
@@ -209,7 +209,7 @@ class Interleaver:
         self.end_if_stopped()
 
     def observe(self, location: str, observer: Callable[[Any], None], mediator: Mediator | None = None) -> None:
-        """Call ``observer`` with each later value that leaves ``location``: the rows of ``mediator``, by default the running one."""
+        """Call ``observer`` with each later value that leaves ``location``, narrowed to the rows of ``mediator`` or the running one."""
         mediator = mediator or self.current
         assert mediator is not None
         self.observers.setdefault(location, []).append((mediator, observer))
@@ -223,10 +223,10 @@ class Interleaver:
             self.check_location(location)
 
     def take_skip(self, location: str) -> tuple[Any, ...]:
-        """Return, in a tuple, the value that the module whose input is at ``location`` returns unrun; an empty tuple if it runs.
+        """Return ``(value,)`` if the module whose input is at ``location`` is skipped and returns ``value``; ``()`` if it runs.
 
         Raises:
-            ValueError: If some invokes skip the module and others, in the same batch, do not.
+            ValueError: If some invokes of the batch skip the module and others do not.
         """
         asked = self.skips.pop(location, None)
         if asked is None:
@@ -251,16 +251,16 @@ class Interleaver:
         self.run_ready()
 
     def lend_turn(self) -> None:
-        """Let calls of modules pass their locations although a block makes them, up to :meth:`take_turn_back`."""
+        """Let the modules inside a module call of the running block pass their locations, until :meth:`take_turn_back`."""
         self._lending.append(self.current)
         self.current = None
 
     def take_turn_back(self) -> None:
-        """End what :meth:`lend_turn` began."""
+        """End the turn that :meth:`lend_turn` began."""
         self.current = self._lending.pop()
 
     def run_ready(self) -> None:
-        """Let the blocks go on that a barrier has released."""
+        """Resume the blocks that a barrier has released."""
         while self.ready:
             self.ready.pop(0).proceed()
 
@@ -271,30 +271,30 @@ class Interleaver:
         if location in self.observers:
             return True
         occurrence = self.counts.get(location, 0)
-        for mediator in self.mediators:  # noqa: SIM110 - asked at every module, and a generator would take as long again
+        for mediator in self.mediators:  # noqa: SIM110 - called for every module, and a generator would double its time
             if mediator.waits_at(location, occurrence):
                 return True
         return False
 
     @property
     def awaited_steps(self) -> set[int]:
-        """The steps that blocks wait for to begin, which any location can do."""
+        """The steps that blocks wait for. Any location can begin them."""
         return {mediator.waiting[1] for mediator in self.mediators if mediator.waiting is not None and mediator.awaits_step}
 
     def release(self) -> None:
-        """Drop what only finished blocks could still have used. Drivers call it before they decide what to keep."""
+        """Call ``on_blocks_done`` if all blocks have ended. Drivers call this method before they decide which values to keep."""
         if self._on_blocks_done is not None and not any(mediator.alive for mediator in self.mediators):
             self._on_blocks_done()
             self._on_blocks_done = None
 
     def finish(self) -> None:
-        """End the blocks after the model has returned, or was stopped; one in a loop over occurrences ends with a warning.
+        """End the blocks that still wait after the model has returned or was stopped.
 
-        Edits of the model that wait for what lies behind a stop end without one.
+        A block in a loop over occurrences ends with a warning. After a stop, edits of the model end without error or warning.
 
         Raises:
-            OutOfOrderError: At the user's line, for a block that still waits for a location.
-            AttributeError: Likewise, if there is no such operation in a function that only the run could tell.
+            OutOfOrderError: At the user's line, for any other block that still waits for a location.
+            AttributeError: Likewise, if the location is an operation that the called function does not have.
         """
         for mediator in self.mediators:
             request = mediator.waiting
@@ -310,12 +310,12 @@ class Interleaver:
                 mediator.throw(AttributeError(unknown) if unknown else OutOfOrderError(message))
 
     def end_blocks(self) -> None:
-        """End the blocks that still run, where they wait; their ``finally`` clauses run."""
+        """End all blocks that still wait, and run their ``finally`` clauses."""
         for mediator in self.mediators:
             mediator.cancel()
 
     def cancel(self) -> None:
-        """End whatever still runs and stop being the active run."""
+        """End all blocks, and stop being the active run."""
         self.end_blocks()
         if self._token is not None:
             active_run.reset(self._token)

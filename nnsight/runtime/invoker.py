@@ -1,4 +1,4 @@
-"""Invokes: several blocks, each with its own input or over the whole batch, in one run."""
+"""Invokes: several blocks in one run, each with its own input or over the whole batch."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Invoke:
-    """A block that waits for its run."""
+    """A block with its input, before its run."""
 
     function: Callable[[], None]  # the block, ready to run
-    block: Block  # what it was compiled from
-    args: tuple[Any, ...]  # its input; without any the block sees the whole batch
+    block: Block  # the captured block
+    args: tuple[Any, ...]  # its input; without input the block sees the whole batch
     kwargs: dict[str, Any]  # its input, by name
-    publish: Callable[[], None] | None = None  # shows the variables of the block to the others
-    note: Callable[[Any], None] = lambda prepared: None  # is told the arguments that the model prepares of the input
-    explain: Callable[[BaseException], None] | None = None  # says in an error of the block what the other invokes have to do with it
+    publish: Callable[[], None] | None = None  # makes the variables of the block visible to the other invokes
+    note: Callable[[Any], None] = lambda prepared: None  # called with the arguments that the model prepares from the input
+    explain: Callable[[BaseException], None] | None = None  # adds to an error of the block how other invokes may have caused it
 
     @property
     def has_input(self) -> bool:
@@ -78,12 +78,12 @@ def join_at_once(model: Any, inputs: list[Arguments], function: Any) -> Joined |
 
 
 class Invoker(Tracer):
-    """The context manager of ``tracer.invoke(...)``: hands its block to the trace instead of running it.
+    """The context manager of ``tracer.invoke(...)``. It adds its block to the trace, which runs it later.
 
     Attributes:
-        args: The input as given.
-        kwargs: The input that was given by name.
-        inputs: In the block, what the model made of both, ``(args, kwargs)``; None for an invoke without input.
+        args: The positional input.
+        kwargs: The input by name.
+        inputs: During the run, the arguments that the model prepared from both, ``(args, kwargs)``; None for an invoke without input.
     """
 
     def __init__(self, trace: InterleavingTracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -114,7 +114,7 @@ class Invoker(Tracer):
 
 
 def explain_unbound(block: Block, invoked: list[Block], error: BaseException) -> None:
-    """Add to the ``error`` of the invoke of ``block`` that the variable it misses is assigned in one of the ``invoked`` blocks."""
+    """If ``error`` of the invoke ``block`` is a NameError, name the ``invoked`` blocks that assign the missing variable in its message."""
     if not isinstance(error, NameError):
         return
     name = error.name
@@ -129,15 +129,15 @@ def explain_unbound(block: Block, invoked: list[Block], error: BaseException) ->
         remedy = "Invokes have variables of their own here, because nnsight.CONFIG.APP.CROSS_INVOKER is off."
     else:
         remedy = (
-            "Invokes run side by side, and this one got here first: at one location they take turns in the order in which they were "
-            "opened, up to the next location that each asks for. Let it wait: write `barrier = tracer.barrier(2)` before the "
-            f"invokes, and call `barrier()` in both, behind the line that assigns `{name}` and before the line that reads it."
+            "Invokes run side by side, and this one reached its line first: at each location they take turns in the order in which they "
+            "were opened, and each runs up to its next request. Make it wait: write `barrier = tracer.barrier(2)` before the "
+            f"invokes, and call `barrier()` in both, after the line that assigns `{name}` and before the line that reads it."
         )
     error.args = (f"{error}. `{name}` is assigned in the invoke at {', '.join(others)}. {remedy}",)
 
 
 class Barrier:
-    """Lets ``participants`` invokes wait for each other; call it in each of them."""
+    """Lets ``participants`` invokes wait for each other. Each of them calls it."""
 
     def __init__(self, trace: InterleavingTracer, participants: int) -> None:
         if not isinstance(participants, int) or isinstance(participants, bool):
@@ -151,11 +151,11 @@ class Barrier:
         self._arrived: list[Any] = []
 
     def __call__(self) -> None:
-        """Wait until all participants have called."""
+        """Wait until all participants have called the barrier."""
         run = active_interleaver()
         if run is None or run.current is None or self._trace.opens_invokes:
             raise ValueError(
-                "A barrier can be called inside an invoke only: make it in front of the invokes and call it in them."
+                "A barrier can be called inside an invoke only: create it before the invokes and call it in each of them."
             )
         self._wait(run)
 

@@ -1,13 +1,14 @@
 """Loops over the occurrences of locations, as in generation, where every module runs once per token.
 
-``tracer.iter[...]`` yields step numbers. Before each it sets the occurrence that the block asks for: the first request of the step waits
-for that one, later requests take the next one. It is a ``for`` loop, or a ``with`` block that runs once for each step.
+``tracer.iter[...]`` yields step numbers. Before each step it sets the occurrence that the block asks for: the first request of step ``n``
+waits for occurrence ``n``, and later requests of the step take the next occurrence. It is a ``for`` loop, or a ``with`` block that runs
+once for each step.
 
-The number of steps of a loop without an end is not known. So each step but step 0 waits until any location occurs for the time that the
-step says. If the model finishes first, the loop is ended, with a warning. A location that occurs more often than the one the body asks
-for (a module that several layers share) begins a step, too; the block is then ended where the body waits.
-A step in which the body asks nothing of the model, as in ``if step == 2: ...``, waits for the end of the call of the model in a
-generation, and elsewhere for the location that the loop waited for last. Without such a location the loop ends with a warning.
+A loop without an end, such as ``tracer.iter[:]``, does not know how many steps there are. So each step ``n > 0`` waits until any location
+has its occurrence ``n``. If the model finishes first, the loop ends with a warning. Some modules occur more often than the model has steps,
+for instance a module that several layers share. They begin a step too; the block then ends where its body waits.
+If the body of a step requests nothing, as in ``if step == 2: ...``, the step waits for the model's call to end in a generation, and
+elsewhere for the location of the latest request. If there is none, the loop ends with a warning.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def running_mediator(what: str) -> Mediator:
     """Return the mediator whose block is running.
 
     Raises:
-        ValueError: If no block is running; ``what`` names the call that needs one.
+        ValueError: If no block is running. The message names ``what``, the call that needs one.
     """
     run = active_interleaver()
     if run is None or run.current is None:
@@ -41,7 +42,7 @@ def running_mediator(what: str) -> Mediator:
 class IteratorTracer(Tracer):
     """The steps selected by ``tracer.iter[...]``, counted from 0, as an iterable and as a context manager."""
 
-    must_be_entered = False  # it may be looped over instead
+    must_be_entered = False  # a `for` loop may use it instead of a `with` statement
 
     def __init__(self, steps: Steps) -> None:
         super().__init__()
@@ -65,10 +66,10 @@ class IteratorTracer(Tracer):
                 yield step
                 if mediator.requests > requests or not is_open:
                     continue
-                if not keep_pace(mediator, step, visited):  # an endless loop that never waits for the model would never end
+                if not keep_pace(mediator, step, visited):  # a loop that never waits for the model would run forever
                     warnings.warn(
-                        f"The loop over tracer.iter[...] has no end, and ended after step {step}, in which its body asked nothing "
-                        "of the model: nothing tells how many steps there are. Bound the loop, as in `tracer.iter[:3]`.",
+                        f"The loop over tracer.iter[...] has no bound, and ended after step {step}, in which its body asked nothing "
+                        "of the model: without requests, the number of steps is not known. Bound the loop, as in `tracer.iter[:3]`.",
                         UserWarning,
                         stacklevel=2,
                     )
@@ -77,30 +78,30 @@ class IteratorTracer(Tracer):
             end_loop(mediator, before)
 
     def run(self) -> None:
-        """Run the body of the ``with`` block once for each step; the target of ``as`` is the step."""
+        """Run the body of the ``with`` block once for each step; ``as`` binds the number of the step."""
         assert self.info is not None and self.scope is not None
         for step in self:
             self.info.bind(self.scope, step, self.module_globals)()
 
 
 class Iterations:
-    """``tracer.iter``: choose steps by indexing it."""
+    """``tracer.iter``: an index chooses the steps."""
 
     def __getitem__(self, steps: Steps) -> IteratorTracer:
         return IteratorTracer(steps)
 
     def __iter__(self) -> Iterator[int]:
-        # Python would else call __getitem__ with 0, 1, 2, … for ever.
+        # Without this method, Python would call __getitem__ with 0, 1, 2, … forever.
         raise TypeError(
-            "Choose the steps of tracer.iter by an index, as in `tracer.iter[:3]`; `tracer.iter[:]` is all."
+            "Choose the steps of tracer.iter by an index, as in `tracer.iter[:3]`; `tracer.iter[:]` is all steps."
         )
 
 
-# Dynamo calls these functions instead of tracing them, in an edit inside a function that a user compiles.
+# When dynamo traces a loop of an edit inside a function that a user compiles, it calls the functions below instead of tracing them.
 
 
 def begin_loop(mediator: Mediator, steps: Any) -> int | None:
-    """Note that a block enters a loop over the occurrences ``steps``; return the occurrence that its requests ask for."""
+    """Note that a block enters a loop over the occurrences ``steps``; return the ``iteration`` to restore with :func:`end_loop`."""
     mediator.loops += 1
     if mediator.loops == 1:
         mediator.steps, mediator.made = steps, -1
@@ -108,39 +109,39 @@ def begin_loop(mediator: Mediator, steps: Any) -> int | None:
 
 
 def point_at(mediator: Mediator, step: int) -> None:
-    """Let requests of a block ask for the occurrence ``step``."""
+    """Let the next request of a block ask for the occurrence ``step``."""
     mediator.iteration = step
 
 
 def end_loop(mediator: Mediator, before: int | None) -> None:
-    """Note that a block has left a loop; its requests ask again for ``before``."""
+    """Note that a block has left a loop; its requests ask for the occurrence ``before`` again."""
     mediator.loops -= 1
     mediator.iteration = before
 
 
 def await_step(mediator: Mediator, step: int) -> None:
-    """Let the model run until the step begins.
+    """Let the model run until ``step`` begins.
 
-    A location that occurs more often than there are steps does not begin one, unless the block asks for it.
+    The location ``surplus`` of the tracer, which occurs more often than there are steps, begins a step only if the code mentions it.
     """
     run, location = mediator.interleaver, mediator.disregarded
     assert run is not None
     if run.recorder is not None or not getattr(run.tracer, "awaits_steps", False) or (run.at is not None and run.at[1] >= step):
         return
-    if location is not None and _is_named(location.split(".")[-2]):
+    if location is not None and _is_mentioned(location.split(".")[-2]):
         mediator.disregarded = None
     mediator.wait_for_step(step)
 
 
-def _is_named(name: str) -> bool:
-    """Whether the code that is running has an attribute of this ``name``."""
+def _is_mentioned(name: str) -> bool:
+    """Whether code on the call stack mentions ``name``."""
     return any(name in frame.f_code.co_names for frame, _ in traceback.walk_stack(sys._getframe(1)))
 
 
 def keep_pace(mediator: Mediator, step: int, visited: object) -> bool:
-    """Let the model run through a step in which the block has asked for nothing.
+    """Let the model run to the end of ``step``, in which the block has requested nothing.
 
-    Returns whether the end of the step is known: in a generation, and if the loop has waited for a location since it ``visited`` one.
+    Returns whether the end is known. It is known in a generation, and if the loop has waited for a location since the visit ``visited``.
     """
     run = mediator.interleaver
     assert run is not None
@@ -174,5 +175,5 @@ def _check(numbers: Iterable[Any]) -> None:
             raise TypeError(f"tracer.iter takes ints, not {type(number).__name__}.")
         if number < 0:
             raise ValueError(
-                f"tracer.iter cannot count from the end (got {number}): how many steps there will be is not known."
+                f"tracer.iter cannot count from the end (got {number}): the number of steps is not known in advance."
             )

@@ -1,11 +1,11 @@
 """One block while it runs.
 
 A mediator runs the function of a block in a greenlet. A request for a location switches to the model's greenlet, which runs until it offers
-that location and switches back. So exactly one of model and block runs at a time, on one thread, and they share what torch keeps per
-thread. The exceptions are modes: ``torch.no_grad()`` in a block must not affect the model while the block waits, so model and block have
-mode contexts of their own (:mod:`~nnsight.runtime.switching.mode_contexts`).
+that location and switches back. So either the model or the block runs at a time, on one thread, and they share torch's state of the thread.
+Modes are the exception: ``torch.no_grad()`` in a block must not affect the model while the block waits, so model and block have separate
+mode contexts (:mod:`~nnsight.runtime.switching.mode_contexts`).
 
-While the model is stopped at a location, the block *visits* it: reading the location again, or replacing it, needs no switch.
+While the model is stopped at a location, the block *visits* it: it can read the location again, or replace the value, without a switch.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:
     from .interleaver import Interleaver
 
 
-#: The request of a block that waits for a value only.
+#: The kind of a request that only reads a value.
 _VALUE = ("value",)
 
 
 class Mediator:
-    """Runs ``intervention`` against one run.
+    """Runs the function ``intervention`` of one block in one run.
 
     Args:
         intervention: The function of a block, without arguments.
-        info: The captured block, if it is one.
+        info: The captured block, if the function was compiled from one.
         name: Identifies the block in its run.
         batch_group: The rows that belong to this block; all by default.
-        publish: Called whenever the block gives up its turn, to show its variables to others.
-        explain: Called with what the block raised, to add to its message what the trace knows about the cause.
+        publish: Called whenever the block gives up its turn, to make its variables visible to other blocks.
+        explain: Called with an error of the block, to add the cause to its message if the trace knows the cause.
     """
 
     def __init__(
@@ -61,31 +61,31 @@ class Mediator:
         self.name = name or f"Mediator{id(self)}"
         self.interleaver: Interleaver | None = None
         self.waiting: tuple[str, int] | None = None  # the location and occurrence that the block waits for
-        self.asks: tuple[Any, ...] = _VALUE  # kind of its request: "value" or "barrier"; "swap" or "skip" with the value
+        self.asks: tuple[Any, ...] = _VALUE  # the kind of its request: "value", "barrier", or "swap" or "skip" followed by the value
         self.batch_group = batch_group
         self._publish = publish
         self._explain = explain
-        #: Occurrence that requests ask for; `None` for the next one. A step of a loop over occurrences sets it for its first
+        #: The occurrence that requests ask for; `None` for the next one. A step of a loop over occurrences sets it for its first
         #: request only, because modules that are called less often than others may never reach that number.
         self.iteration: int | None = 0
-        self.loops = 0  # how many loops over occurrences the block is in
-        self.steps: Any = None  # the numbers of the outermost of them: a range, or a list
-        self.made = -1  # the step up to which something else has made the steps of that loop
-        self.ends_in_loop = False  # whether nothing is lost if the model finishes in such a loop, behind its first step
-        self.is_edit = False  # whether it belongs to the model, so that a run which is stopped may end before its locations
-        self.stopped = False  # whether it has ended by `tracer.stop()`
-        self.requests = 0  # how often it has asked for a location
+        self.loops = 0  # number of nested loops over occurrences that the block is in
+        self.steps: Any = None  # the step numbers of the outermost loop: a range, or a list
+        self.made = -1  # the last step of that loop that has already run elsewhere, as a program; the loop skips steps up to it
+        self.ends_in_loop = False  # whether no code is lost if the model finishes in a loop after its first visit, so no warning is due
+        self.is_edit = False  # whether it is an edit of the model; a stopped run may end before the locations of edits
+        self.stopped = False  # whether `tracer.stop()` has ended it
+        self.requests = 0  # number of its requests so far
         self.visited: tuple[str, int] | None = None  # location and occurrence of the latest visit
         self._mode_contexts = ModeContexts()
         self._greenlet: greenlet | None = None
         self._error: BaseException | None = None
         self.disregarded: str | None = None  # a location whose occurrences begin no step
-        self._location: str | None = None  # of the current visit
+        self._location: str | None = None  # location, occurrence and value of the current visit
         self._occurrence = 0
         self._value: Any = None
-        self._view: View | None = None  # of the block's rows in the value of the whole batch
-        self._on_leave: list[Callable[[], Any]] = []
-        self._held: dict[str | None, Any] = {}  # views of the value of this visit that have not gone back, by name
+        self._view: View | None = None  # the block's rows of the whole value at the current visit
+        self._on_leave: list[Callable[[], Any]] = []  # functions that send edited views back, see `on_leave`
+        self._held: dict[str | None, Any] = {}  # views of the value of this visit that were not yet sent back, by name
 
     # -- the model's side -------------------------------------------------------------------------------------
 
@@ -105,11 +105,11 @@ class Mediator:
 
     @property
     def awaits_step(self) -> bool:
-        """Whether the block waits for a step to begin, and for no value."""
+        """Whether the block waits for the beginning of a step, and not for a value."""
         return self.waiting is not None and self.waiting[0] == ANYWHERE
 
     def visit(self, location: str, occurrence: int, value: Any) -> Any:
-        """Give ``value`` to the block, let it run until it waits for something else, and return the value then."""
+        """Give ``value`` to the block, let it run until its next wait or its end, and return the value with its changes."""
         if self.awaits_step:
             self._stop_waiting()
             self._resume(location)
@@ -137,7 +137,7 @@ class Mediator:
         return self._value if self._view is None else self._view.widen(self._value)
 
     def _resume(self, location: str) -> None:
-        """Let the block run on at ``location``; autograd keeps the tensors of the block also inside a checkpoint of the model."""
+        """Resume the block at ``location``. Inside an activation checkpoint, autograd keeps the tensors of the block nevertheless."""
         assert self._greenlet is not None
         if _top_saved_tensors_default_hooks(True) is None or checkpoint_hooks() is None:
             self._turn(self._greenlet.switch)
@@ -149,17 +149,17 @@ class Mediator:
 
     @property
     def last_visited(self) -> str | None:
-        """The location of the latest visit, with its occurrence, for messages."""
+        """The location of the latest visit with its occurrence, as in ``model.layer.output.i0``."""
         return None if self.visited is None else "{}.i{}".format(*self.visited)
 
     def proceed(self) -> None:
-        """Run on after something other than a location was waited for."""
+        """Resume the block after a wait for something other than a value, such as a barrier."""
         self._stop_waiting()
         assert self._greenlet is not None
         self._turn(self._greenlet.switch)
 
     def leave_loop(self) -> None:
-        """End the block in the loop where it waits for an occurrence that does not come."""
+        """End the block inside a loop whose next occurrence does not come, with a warning if code of the block did not run."""
         assert self.waiting is not None and self._greenlet is not None
         location, occurrence = self.waiting
         if self.awaits_step:
@@ -177,7 +177,7 @@ class Mediator:
         self._turn(self._greenlet.throw, error)
 
     def cancel(self) -> None:
-        """End the block, running its ``finally`` clauses, and drop everything it held."""
+        """End the block, which runs its ``finally`` clauses, and drop the references that the mediator holds."""
         self._stop_waiting()
         if self._greenlet is not None:
             self._error = None
@@ -187,11 +187,11 @@ class Mediator:
 
     @property
     def alive(self) -> bool:
-        """Whether the block has started and not ended."""
+        """Whether the block has started and has not ended."""
         return self._greenlet is not None
 
     def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
-        """Let the block run until it waits or ends; ``switch`` goes to it."""
+        """Let the block run until it waits or ends; ``switch(*arguments)`` switches to it."""
         interleaver, worker = self.interleaver, self._greenlet
         assert interleaver is not None and worker is not None
         previous, interleaver.current = interleaver.current, self
@@ -202,7 +202,7 @@ class Mediator:
             self._go(switch, *arguments)
         finally:
             interleaver.current = previous
-        if isinstance(self._error, EarlyStopException):  # the run ends behind this location
+        if isinstance(self._error, EarlyStopException):  # the run ends after this location, see `Interleaver.end_if_stopped`
             self.stopped = interleaver.stopped = True
             self._error = None
         if self._error is not None and not self.keep_error():
@@ -210,11 +210,11 @@ class Mediator:
             raise interleaver.failure
 
     def keep_error(self) -> bool:
-        """Keep the error of the block, so that it does not end the run; return whether it is kept."""
+        """Return whether an error of the block is kept for later instead of ending the run. A subclass may keep it."""
         return False
 
     def _go(self, switch: Callable[..., Any], *arguments: Any) -> None:
-        """Switch to the block and back; model and block have their own modes."""
+        """Switch to the block and back, and exchange the mode contexts of model and block."""
         model = self._mode_contexts.begin()
         try:
             switch(*arguments)
@@ -222,8 +222,8 @@ class Mediator:
             self._mode_contexts.end(model, self._greenlet is None)
 
     def _main(self) -> None:
-        """Run the block, in its worker, and raise nothing."""
-        intervention, self.intervention = self.intervention, None  # its variables end with it
+        """Run the block in its greenlet. Errors are stored in ``_error`` and not raised."""
+        intervention, self.intervention = self.intervention, None  # so that its variables are freed when it ends
         assert intervention is not None
         try:
             intervention()
@@ -250,13 +250,13 @@ class Mediator:
     # -- the block's side ---------------------------------------------------------------------------------------
 
     def request_once(self, location: str) -> Any:
-        """Return the value at a location that occurs once in a run, whatever occurrence requests ask for."""
+        """Return the value at a location that occurs once in a run. :attr:`iteration` has no effect."""
         if self._location != location and not (location == "result" and self._has_result_early()):
             self._wait_for(location, 0)
         return self._value
 
     def _has_result_early(self) -> bool:
-        """Wait where the result passes before it is returned, if there is such a location; whether all of it is there already."""
+        """Wait at the run's ``output_location``, if it has one; return whether the value there is the whole result, with no opaque leaf."""
         interleaver = self.interleaver
         location = None if interleaver is None else interleaver.output_location
         if interleaver is None or location is None:
@@ -271,7 +271,7 @@ class Mediator:
         return True
 
     def request(self, location: str) -> Any:
-        """Return the value at ``location``, letting the model run until then. Without a number as in ``x.i2``, :attr:`iteration` holds.
+        """Let the model run to ``location`` and return the value there. :attr:`iteration` is the occurrence, unless ``x.i2`` names one.
 
         Raises:
             OutOfOrderError: If the model has passed the location, or finishes without reaching it.
@@ -283,7 +283,7 @@ class Mediator:
         return self._value
 
     def swap(self, location: str, value: Any) -> None:
-        """Let the model continue with ``value`` at ``location``; waits for the location as :meth:`request` does."""
+        """Let the model continue with ``value`` at ``location``; waits for the location like :meth:`request`."""
         if not self._is_at(location):
             self._wait_for(location, self._next_occurrence(location), ("swap", value))
         interleaver = self.interleaver
@@ -297,11 +297,11 @@ class Mediator:
         """Let the module whose input is at ``location`` return ``value`` instead of running.
 
         Raises:
-            OutOfOrderError: If the module already runs or has run.
-            ValueError: If ``location`` is not that of an input.
+            OutOfOrderError: If the module is running or has run.
+            ValueError: If ``location`` is not the location of an input.
         """
         if not split_requester(location)[0].endswith(".input"):
-            raise ValueError(f"A module is skipped at its input, such as `model.layer.input`; not at `{location}`.")
+            raise ValueError(f"A module is skipped at its input, such as `model.layer.input`, not at `{location}`.")
         if not self._is_at(location):
             self._wait_for(location, self._next_occurrence(location), ("skip", value))
         interleaver = self.interleaver
@@ -311,25 +311,25 @@ class Mediator:
         interleaver.skips.setdefault(self._location, {})[self] = value
 
     def _skip_here(self, skip: SkipException) -> BaseException | None:
-        """Skip the module at whose input the model stands; return an error if it stands elsewhere."""
+        """Skip the module at whose input the block's visit is; return an error if the visit is elsewhere."""
         if self.interleaver is None or self._location is None or not self._location.endswith(".input"):
             return ValueError(
-                "SkipException was raised where no module is about to run: read the `.input` of the module to skip first."
+                "SkipException was raised where no module is about to run. Read the `.input` of the module before you skip it."
             ).with_traceback(skip.__traceback__)
         self.interleaver.skips.setdefault(self._location, {})[self] = skip.value
         return None
 
     def on_leave(self, transform: Callable[[], Any], name: str | None = None, view: Any = None) -> None:
-        """Replace the value of this visit by what ``transform`` returns of ``view`` when the block asks for anything but that view."""
+        """Replace the value of this visit by ``transform()`` once the block asks for anything but ``view``, the view called ``name``."""
         self._on_leave.append(transform)
         self._held[name] = view
 
     def held_view(self, location: str, name: str | None) -> Any:
-        """Return the view with this name of the value at ``location``, if it has not gone back; otherwise ``None``."""
+        """Return the view ``name`` of the value at ``location``, or ``None`` if there is none that was not yet sent back."""
         return self._held.get(name) if self._held and self._is_at(location) else None
 
     def _send_views_back(self) -> None:
-        """Apply the functions of :meth:`on_leave`."""
+        """Replace the value by the results of the functions of :meth:`on_leave`."""
         for transform in self._on_leave:
             self._value = transform()
         self._drop_views()
@@ -339,24 +339,24 @@ class Mediator:
         self._held.clear()
 
     def swap_here(self, value: Any) -> None:
-        """Let the run continue with ``value`` at the location where it is stopped."""
+        """Let the model continue with ``value`` at the location of the current visit."""
         self._value = value
 
     def pause(self, reason: str) -> None:
-        """Let the others run until :meth:`proceed` is called; ``reason`` stands for a location in messages."""
+        """Let the other blocks and the model run until :meth:`proceed` is called; ``reason`` takes the place of a location in messages."""
         self._switch_to_model(reason, 0, ("barrier",))
 
     def wait_for_return(self) -> None:
-        """Wait until the model has returned the deferred output of this visit; the visit then has the returned value."""
+        """Wait until the model has returned the deferred output of this visit. The value of the visit is then the returned value."""
         assert self._location is not None
         self._switch_to_model(self._location + RETURNED, self._occurrence)
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until any location occurs for the time that ``step`` says."""
+        """Wait until any location has its occurrence number ``step``."""
         self._switch_to_model(ANYWHERE, step)
 
     def advance(self, steps: int) -> None:
-        """Let requests ask for the occurrence ``steps`` after the one they ask for now, which may be that of the latest visit."""
+        """Let requests ask for a later occurrence: ``steps`` after :attr:`iteration`, or after the latest visit if that is ``None``."""
         if isinstance(steps, bool) or not isinstance(steps, int):
             raise TypeError(f"next() takes an int, not {type(steps).__name__}.")
         if steps < 0:
@@ -364,12 +364,12 @@ class Mediator:
         self.iteration = (self._occurrence if self.iteration is None else self.iteration) + steps
 
     def _is_at(self, location: str) -> bool:
-        """Whether the model is stopped at ``location``, at the occurrence that requests ask for."""
+        """Count a request, and return whether the model is stopped at ``location``, at the occurrence that requests ask for."""
         self.requests += 1
         return self.stands_at(location)
 
     def next_occurrence(self, location: str) -> int:
-        """Return the occurrence of ``location`` that a request would get."""
+        """Return the occurrence of ``location`` that a request would read."""
         return self._occurrence if self.stands_at(location) else self._next_occurrence(location)
 
     def stands_at(self, location: str) -> bool:

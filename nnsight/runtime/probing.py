@@ -1,10 +1,11 @@
-"""Running a model on fakes to find which sizes follow from the number of rows.
+"""Probes: runs of a model on fake tensors that find the batch axis of each value.
 
-Two runs on :mod:`~nnsight.runtime.rows.fakes`, with two numbers of rows, are compared. The numbers are primes that divide no size of the
-model and its input, so that a multiple of them is no coincidence. A generation is run up to the end of the first forward pass.
+A probe runs the model twice on :mod:`~nnsight.runtime.rows.fakes`, with two numbers of rows, and compares the shapes. The numbers are
+primes that divide no size of the model and its input, so a size that is a multiple of them in both runs is no coincidence. A generation is
+run up to the end of its first forward pass.
 
-One run with a symbolic number of rows would not do: of the 54 models in tests/zoo, ten fail on symbolic sizes (experts and recurrent
-layers, mostly) and three turn the symbol into a number. Neither happens with two runs.
+One run with a symbolic number of rows is not enough: of the 54 models in tests/zoo, ten fail on symbolic sizes (mostly experts and
+recurrent layers) and three turn the symbol into a number. Two runs with concrete sizes have neither problem.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from torch.utils import _pytree as pytree
 from .batched_containers import is_batched_container, on_tensors
 from .interleaver import Everywhere, Interleaver, active_run
 from .modules.tree import ModuleTree
-from .rows.batch_axes import FIRST, SEQUENCES, BatchDims, Place, Rows, leaf_paths
+from .rows.batch_axes import FIRST, SEQUENCES, BatchDims, OccurrenceRows, Rows, leaf_paths
 from .rows.fakes import Guesses, fake_argument, fake_modules, isolated, quiet_fakes
 from .rows.row_order import MIXED, RowOrder, outer_of
 
 logger = logging.getLogger("nnsight.runtime")
 
-#: What was done in this process; ``counts["probes"]`` is how often models were probed.
+#: Counters of this process; ``counts["probes"]`` is the number of probes.
 counts: Counter[str] = Counter()
 
-#: Kinds of input that are remembered for one model.
+#: Maximum number of kinds of input in the cache of one model.
 _KINDS = 64
 
 #: Calls a root module, ``call(root, args, kwargs)``.
@@ -45,34 +46,34 @@ class ProbedInput:
     """A leaf of the arguments."""
 
     dim: int | None  # the dimension with the rows, if any
-    kind: Any  # what of it can decide how the model runs, to be compared
+    kind: Any  # a cache key: the properties of the leaf that can decide how the model runs
 
 
-#: The shape of a tensor, and how often the batch is repeated in its dimension.
+#: The shape of a tensor, and how often the batch is repeated in its batch axis (`Rows.outer`).
 Shape = tuple[tuple[int, ...], int]
 
 
 @dataclass
-class Seen:
-    """What was seen in a run."""
+class ProbedShapes:
+    """The shapes that were recorded in one run of a probe."""
 
-    rows: int  # the number of rows
-    values: dict[str, list[dict[str, Shape]]] = field(default_factory=dict)  # by location, occurrence and leaf
-    in_containers: dict[str, Shape] = field(default_factory=dict)  # the same for tensors in batched containers, by class and attribute
-    error: Exception | None = None  # what ended the run early
+    rows: int  # the number of rows in this run
+    values: dict[str, list[dict[str, Shape]]] = field(default_factory=dict)  # shapes by location, occurrence and leaf
+    in_containers: dict[str, Shape] = field(default_factory=dict)  # shapes of tensors in batched containers, by class and attribute
+    error: Exception | None = None  # the error that ended the run early
 
 
 class _Finished(BaseException):
-    """Ends a probe once the root module has returned; no ``except Exception`` of a model stops it."""
+    """Ends a run of a probe when the root module has returned. It is no ``Exception``, so that no model catches it."""
 
 
 class _Probe(Interleaver):
-    """A run that records the shapes at all locations."""
+    """A run that records the shapes at all locations in ``shapes``."""
 
-    def __init__(self, root_path: str, seen: Seen) -> None:
+    def __init__(self, root_path: str, shapes: ProbedShapes) -> None:
         super().__init__([])
         self._root = f"{root_path}.output"
-        self.seen = seen
+        self.shapes = shapes
         self.offer = lambda run, location, value: run.handle(location, value)
         self.waited = Everywhere()
 
@@ -83,32 +84,32 @@ class _Probe(Interleaver):
             if isinstance(leaf, torch.Tensor):
                 shapes[path] = (tuple(leaf.shape), outer_of(leaf))
             elif is_batched_container(leaf):
-                on_tensors(leaf, self._see_carried)
-        self.seen.values.setdefault(location, []).append(shapes)
+                on_tensors(leaf, self._record_in_container)
+        self.shapes.values.setdefault(location, []).append(shapes)
         if location == self._root:
             raise _Finished
         return value
 
-    def _see_carried(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
+    def _record_in_container(self, place: str, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel():
-            self.seen.in_containers[place] = (tuple(tensor.shape), outer_of(tensor))
+            self.shapes.in_containers[place] = (tuple(tensor.shape), outer_of(tensor))
         return tensor
 
     def is_waited(self, location: str) -> bool:
         return True
 
 
-#: For each model the state of its modules, and what is known for the structures and kinds of input it was run with.
+#: The cache of probes. For each model: the version of its modules, and the result for each structure and kind of input.
 _Known = list[tuple[pytree.TreeSpec, tuple[Any, ...], BatchDims]]
 _cache: weakref.WeakKeyDictionary[torch.nn.Module, tuple[tuple[int, int], _Known]] = weakref.WeakKeyDictionary()
 
 
 def find_batch_dims(modules: ModuleTree, call: Call | None, joined: Any, parts: Sequence[Any], sizes: Sequence[int]) -> BatchDims:
-    """Return what is known of the dimensions of ``modules``; probe them if they are run this way for the first time.
+    """Return the batch axes of the values of a model. The model is probed if it runs with this kind of input for the first time.
 
     Args:
-        modules: The modules and the locations they have.
-        call: How the run calls the root module, if not simply with the arguments.
+        modules: The modules of the model and their locations.
+        call: Calls the root module as the run does, such as in a generation; ``None`` if the run calls it with the arguments directly.
         joined: The arguments of the run, ``(args, kwargs)``.
         parts: The arguments of each invoke.
         sizes: The number of rows of each invoke.
@@ -131,9 +132,9 @@ def find_batch_dims(modules: ModuleTree, call: Call | None, joined: Any, parts: 
 
 
 def describe_inputs(joined: Any, leaves: Sequence[Any], parts: Sequence[Any], sizes: Sequence[int]) -> list[ProbedInput]:
-    """Return, for each of the ``leaves`` of ``joined``, along which dimension the leaves of ``parts`` were joined in it."""
+    """Return, for each of the ``leaves`` of ``joined``, the dimension along which the leaves of ``parts`` were joined."""
     total, positional = sum(sizes), len(pytree.tree_leaves(joined[0], is_leaf=is_batched_container))
-    known: list[tuple[pytree.TreeSpec, list[str]]] = []  # most parts are alike
+    known: list[tuple[pytree.TreeSpec, list[str]]] = []  # most parts have the same structure, so its paths are computed once
     by_path = []
     for part in parts:
         pieces, structure = pytree.tree_flatten(part, is_leaf=is_batched_container)
@@ -147,7 +148,7 @@ def describe_inputs(joined: Any, leaves: Sequence[Any], parts: Sequence[Any], si
             inputs.append(ProbedInput(None, leaf if is_option else type(leaf)))
             continue
         pieces = [part.get(path) for part in by_path]
-        dim = 0 if FIRST.fit(leaf, total) else None  # shared by the invokes, or built anew
+        dim = 0 if FIRST.fit(leaf, total) else None  # for a tensor that the invokes share, or that `_batch` has built
         if all(isinstance(piece, torch.Tensor) and piece.dim() == leaf.dim() for piece in pieces):
             dim = next((dim for dim in range(leaf.dim()) if _is_joined(leaf, pieces, sizes, dim)), None)
         inputs.append(ProbedInput(dim, (leaf.dim(), dim, leaf.dtype)))
@@ -160,13 +161,13 @@ def _is_joined(leaf: torch.Tensor, parts: Sequence[Any], sizes: Sequence[int], d
 
 
 def _probed(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequence[ProbedInput], total: int) -> BatchDims:
-    """Return what two runs with two numbers of rows show."""
+    """Probe a model and return its batch axes."""
     first, second = probe(modules, call, joined, inputs, total)
     error = first.error or second.error
     if error is not None:
         logger.warning(
-            "The batch dimensions of %s could not all be found out, because it does not run on fake tensors (%s: %s). With "
-            "several invokes, tensors whose first dimension has the size of the batch count as its rows where it was not reached.",
+            "Not all batch axes of %s are known, because it does not run on fake tensors (%s: %s). At locations that its run on fake "
+            "tensors did not reach, the first dimension of a tensor is taken for its batch axis if it has the size of the batch.",
             type(modules.root).__name__,
             type(error).__name__,
             error,
@@ -175,18 +176,18 @@ def _probed(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequenc
     dims.in_containers.update(_compare(first.in_containers, second.in_containers, first, second))
     for location in first.values.keys() & second.values.keys():
         pairs = zip(first.values[location], second.values[location], strict=False)
-        found = [Place(_compare(one, other, first, second)) for one, other in pairs]
-        alike = all(place.rows == found[0].rows for place in found)
-        dims.places[location] = (found[0],) if alike else tuple(found)
-    if call is not None:  # a generation returns what no forward pass does
+        found = [OccurrenceRows(_compare(one, other, first, second)) for one, other in pairs]
+        alike = all(rows.rows == found[0].rows for rows in found)
+        dims.by_location[location] = (found[0],) if alike else tuple(found)
+    if call is not None:  # the probe does not reach the sequences that a generation returns
         root = modules.paths[modules.root]
         for location in ("result", f"{root}.generator.output", f"{root}.generator.streamer.output"):
-            dims.places[location] = (Place({}, SEQUENCES),)
+            dims.by_location[location] = (OccurrenceRows({}, SEQUENCES),)
     return dims
 
 
-def _compare(one: Mapping[str, Any], other: Mapping[str, Any], first: Seen, second: Seen) -> dict[str, Rows | None]:
-    """Return the rows of each tensor that both probes saw."""
+def _compare(one: Mapping[str, Any], other: Mapping[str, Any], first: ProbedShapes, second: ProbedShapes) -> dict[str, Rows | None]:
+    """Return the rows of each tensor that both runs of the probe have recorded."""
     found: dict[str, Rows | None] = {}
     for path, (shape, outer) in one.items():
         if path not in other or len(other[path][0]) != len(shape):
@@ -201,13 +202,15 @@ def _compare(one: Mapping[str, Any], other: Mapping[str, Any], first: Seen, seco
     return found
 
 
-def probe(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequence[ProbedInput], total: int) -> tuple[Seen, Seen]:
-    """Return what two runs with two numbers of rows have seen. If they fail with ``call``, the module alone is tried.
+def probe(
+    modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequence[ProbedInput], total: int
+) -> tuple[ProbedShapes, ProbedShapes]:
+    """Run a model with two numbers of rows and return the shapes of both runs. If ``call`` fails, the module is called directly.
 
-    ``inputs`` says which dimensions of the arguments ``joined`` have the rows, and ``total`` how many they are.
+    ``inputs`` are the dimensions with rows in the arguments ``joined``, and ``total`` is the number of their rows.
     """
     leaves, structure = pytree.tree_flatten(joined, is_leaf=is_batched_container)
-    best: tuple[Seen, Seen] | None = None
+    best: tuple[ProbedShapes, ProbedShapes] | None = None
     with isolated():
         counts["probes"] += 1
         try:
@@ -219,8 +222,8 @@ def probe(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequence[
                 if first.error is None and second.error is None:
                     best[0].error = best[1].error = None
                     break
-        except Exception as unexpected:  # a model that cannot be copied, say
-            best = best or (Seen(1, error=unexpected), Seen(1))
+        except Exception as unexpected:  # for instance, a model that cannot be copied
+            best = best or (ProbedShapes(1, error=unexpected), ProbedShapes(1))
     assert best is not None
     return best
 
@@ -233,14 +236,14 @@ def _run(
     inputs: Sequence[ProbedInput],
     total: int,
     rows: int,
-) -> Seen:
-    """Run a copy of the model with ``rows`` rows."""
-    root, seen = modules.root, Seen(rows)
+) -> ProbedShapes:
+    """Run a copy of the model on fake tensors with ``rows`` rows, and return the shapes at all locations."""
+    root, shapes = modules.root, ProbedShapes(rows)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
     copies = fake_modules(root, mode, tensors[0].device if tensors else "cpu")
     by_path = {path: copies[module] for module, path in modules.paths.items() if module in copies}
-    token = active_run.set(_Probe(modules.paths[root], seen))
+    token = active_run.set(_Probe(modules.paths[root], shapes))
     try:
         with mode, Guesses(), RowOrder(rows), modules.intercept(by_path), quiet_fakes:
             fakes = [fake_argument(leaf, entry.dim, total, rows, mode) for leaf, entry in zip(leaves, inputs, strict=True)]
@@ -250,16 +253,16 @@ def _run(
             else:
                 call(copies[root], args, kwargs)
     except _Finished:
-        seen.values["result"] = seen.values[f"{modules.paths[root]}.output"]
+        shapes.values["result"] = shapes.values[f"{modules.paths[root]}.output"]
     except Exception as error:
-        seen.error = error
+        shapes.error = error
     finally:
         active_run.reset(token)
-    return seen
+    return shapes
 
 
 def _primes(root: torch.nn.Module, leaves: Sequence[Any], total: int) -> Iterator[int]:
-    """Yield numbers of rows that are no factor of a size of the model."""
+    """Yield primes above ``total`` that divide no size of the model's tensors and arguments, as numbers of rows."""
     tensors = [*root.parameters(), *root.buffers(), *(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))]
     sizes = {size for tensor in tensors for size in tensor.shape if size}
     for number in itertools.count(max(total, 4) + 1):

@@ -1,8 +1,8 @@
-"""What a block puts in place of a model's value, compared with that value, in a run whose modules are Python.
+"""Checks of the values that a block puts in place of the model's values, for eager runs.
 
-Python models accept many things: None instead of a mask, or a tensor of another dtype. So only certain mistakes are refused, at the
-user's line: a tensor in place of a tuple, and inputs that are not ``(args, kwargs)``. Other differences are recorded, and if the model
-fails, its error names them. A compiled run refuses more, because its graph is captured for one structure.
+Python models accept many things, such as None instead of a mask, or a tensor of another dtype. So a replacement is refused, at the user's
+line, only if it is certainly a mistake: a tensor in place of a tuple, or inputs that are not ``(args, kwargs)``. Other differences are
+recorded, and if the model fails later, its error names them. A compiled run refuses more, because its graph is captured for one structure.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from .errors import ReplacementShapeError, replacement_message
 
 
 class Replacements:
-    """Checks the replacements of one run; called with location, the model's value and the replacement."""
+    """Checks the replacements of one run. Call it with the location, the model's value and the replacement."""
 
     def __init__(self) -> None:
-        self.reshaped: list[str] = []  # replacements by a tensor of another shape, a line for each: the likely cause if the model fails
-        self.odd: list[str] = []  # other differences, which may be the cause if the model fails
+        self.reshaped: list[str] = []  # a line for each replacement with another shape: the likely cause if the model fails
+        self.differences: list[str] = []  # a line for each other difference: a possible cause if the model fails
 
     def __call__(self, location: str, old: Any, new: Any) -> None:
-        """Raise for a replacement that is a certain mistake; record one that differs.
+        """Refuse a replacement that is certainly a mistake, and record one that differs from the model's value.
 
         Raises:
-            ReplacementShapeError: For a tensor in place of a tuple, list or dict, and inputs that are not ``(args, kwargs)``.
+            ReplacementShapeError: For a tensor in place of a tuple, list or dict, and for inputs that are not ``(args, kwargs)``.
         """
         if location.endswith(".input"):
             pair = isinstance(new, tuple) and len(new) == 2 and isinstance(new[0], (tuple, list)) and isinstance(new[1], dict)
@@ -37,7 +37,7 @@ class Replacements:
                     f"tuple and a dict, not a {type(new).__name__}. Write `.inputs = (x,), {{}}`, or assign the first argument alone: "
                     "`.input = x`."
                 )
-        elif location == "result":  # nothing follows it
+        elif location == "result":  # no code of the model uses it
             return
         elif isinstance(old, (tuple, list, Mapping)) and isinstance(new, torch.Tensor):
             raise ReplacementShapeError(
@@ -47,18 +47,18 @@ class Replacements:
             )
         elif isinstance(old, torch.Tensor) and not isinstance(new, torch.Tensor):
             found = f"The replacement of `{location}` has a {type(new).__name__} where the model has a tensor."
-            self.odd.append(_here(found))
+            self.differences.append(_here(found))
         elif isinstance(old, torch.Tensor):
             if new.shape != old.shape:
                 self.reshaped.append(_here(replacement_message(location, tuple(new.shape), tuple(old.shape))))
             if (new.dtype, new.device) != (old.dtype, old.device):
                 found = f"is {new.dtype} on {new.device}, but the model has {old.dtype} on {old.device} there."
-                self.odd.append(_here(f"The replacement of `{location}` {found}"))
+                self.differences.append(_here(f"The replacement of `{location}` {found}"))
 
     def note_skip(self, path: str, value: Any) -> None:
-        """Record that the module or operation at ``path`` returns ``value`` unrun; what it would return is not known."""
+        """Record that the module or operation at ``path`` was skipped and returns ``value``; its own result to compare with is unknown."""
         kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
-        self.odd.append(_here(f"`{path}` was skipped and returned {kind}."))
+        self.differences.append(_here(f"`{path}` was skipped and returned {kind}."))
 
 
 def _here(message: str) -> str:

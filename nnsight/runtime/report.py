@@ -1,6 +1,6 @@
-"""What a trace did: how it ran, what was spliced, what was compiled.
+"""The report of a trace: how it ran, which locations were spliced, and what was captured and compiled.
 
-A report holds text and numbers, never tensors, so keeping a tracer keeps no activation alive.
+A report contains text and numbers, and no tensors, so a tracer that is kept after its trace keeps no activation alive.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Break:
-    """A point where a concrete value was needed, so the graph or the job was cut there, or where the model itself broke it."""
+    """A cut of a graph or a remote job, where a block needed a concrete value; or a graph break of the model itself."""
 
-    location: str  # where the block stood, or behind which the model broke the graph
-    reason: str  # what needed the value
+    location: str  # the location of the block's visit, or the last location before the model's graph break
+    reason: str  # the reason in words
     filename: str  # the user's file, or the model's
     line: int  # the line in it
 
@@ -28,12 +28,12 @@ class Break:
 
 @dataclass(frozen=True)
 class Capture:
-    """A graph that was captured for a call, because none that was there fits it."""
+    """A graph that was captured for a call, because no existing graph fits the call."""
 
     reason: str  # in words: "gradients are enabled now", "another length of prompt: 5 -> 9, sizes are symbolic from here on"
-    #: "first", "size", "value", "arguments", "type", "cache", "torch" (its grad mode and the like), "model", "break" or "unknown".
+    #: "first", "size", "value", "arguments", "type", "cache", "torch" (its state, such as the grad mode), "model", "break" or "unknown".
     kind: str = "first"
-    guard: str = ""  # the condition of torch that did not hold, as torch writes it; empty if there was none
+    guard: str = ""  # the guard that failed, in torch's words; empty if no guard failed
 
     def __str__(self) -> str:
         return self.reason
@@ -41,23 +41,23 @@ class Capture:
 
 @dataclass(eq=False)
 class Report:
-    """Account of one trace; ``print(tracer.report)`` shows it."""
+    """The report of one trace; ``print(tracer.report)`` shows it."""
 
-    mode: str = ""  # "eager", "compiled" or "remote"; empty until the model ran
-    graphs: int = 0  # captured graphs that took part in the run
-    spliced: list[str] = field(default_factory=list)  # locations the block read or wrote in those graphs, in order
-    breaks: list[Break] = field(default_factory=list)  # where graphs or jobs were cut for a value, and where the model broke them
+    mode: str = ""  # "eager", "compiled" or "remote"; empty until the model has run
+    graphs: int = 0  # number of captured graphs that took part in the run
+    spliced: list[str] = field(default_factory=list)  # locations in those graphs that the block read or wrote, in order
+    breaks: list[Break] = field(default_factory=list)  # cuts of graphs or jobs for a value, and graph breaks of the model
     captures: list[Capture] = field(default_factory=list)  # graphs that were captured for the run, and why
-    notes: list[str] = field(default_factory=list)  # what ran uncompiled although no value was needed there, and why
-    recordings: int = 0  # programs recorded anew; 0 when the run followed programs that were known
-    compiles: int = 0  # graphs lowered anew during the run
-    replayed: bool = False  # whether the block itself did not run, because its effects were known
+    notes: list[str] = field(default_factory=list)  # parts that ran uncompiled although no value was needed there, and why
+    recordings: int = 0  # number of new recordings; 0 if the run used known programs
+    compiles: int = 0  # number of graphs that were lowered during the run
+    replayed: bool = False  # whether the block was replayed: its effects were known, and its code did not run
     where: str = ""  # file and line of the `with` statement
-    pieces: list[Any] = field(default_factory=list, repr=False)  # what ran, in order; the compiler's to fill and to explain
+    pieces: list[Any] = field(default_factory=list, repr=False)  # the pieces of graphs that ran, in order; filled by the compiler
 
     @property
     def code(self) -> str:
-        """The spliced graphs as Python source, lines that come from the user's block marked; empty when eager."""
+        """The spliced graphs as Python source, in which lines from the user's block are marked; empty after an eager run."""
         return "\n\n".join(piece.code() for piece in self.pieces)
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ _collected: ContextVar[list[Report] | None] = ContextVar("nnsight_collected_repo
 
 @contextlib.contextmanager
 def collected_reports() -> Iterator[list[Report]]:
-    """Collect the reports of the traces that start inside, in this context."""
+    """Collect the reports of all traces that start inside this ``with`` statement, in the current thread and context."""
     reports: list[Report] = []
     token = _collected.set(reports)
     try:

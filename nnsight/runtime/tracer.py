@@ -1,7 +1,7 @@
-"""A trace: captured blocks and one run of a model, taken in turns.
+"""A trace: one run of a model together with captured blocks.
 
-The block of a trace starts first. If it asks for a location, it is itself the one block of the run. If it ends
-without asking, having opened invokes, their blocks are the blocks of the run and their inputs make up the batch.
+The block of the trace starts before the model, and runs to its first request or to its end. If it has opened invokes by then, their blocks
+join the run, each on the rows of its own input, and their inputs are joined to the batch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from ..tracing import Backend, Block, Scope, Tracer, save
 from ..tracing.saving import saves
-from . import gradients  # noqa: F401 - blocks ask it what `x.grad` stands for
+from . import gradients  # noqa: F401 - the import lets blocks read `x.grad`
 from .cache import Cache, paths_to_cache
 from .controls import RunControls
 from .editing import Edit
@@ -37,14 +37,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Prepared = tuple[Arguments, Mapping[Invoke, BatchGroup]]
 
 
-#: The operations each block mentions.
+#: Cache of the operations that each block mentions.
 _mentioned: weakref.WeakKeyDictionary[Block, Chains] = weakref.WeakKeyDictionary()
 
 
 def open_mentioned(
     open_operations: Callable[[Chains], None], block: Block, scope: Scope, module_globals: dict[str, Any]
 ) -> None:
-    """Let runs stop at the operations that a block mentions behind ``.source``; ``open_operations`` is the model's."""
+    """Let runs stop at the operations that a block mentions after ``.source``, by a call of ``open_operations`` of the model's tree."""
     chains = _mentioned.get(block)
     if chains is None:
         variables = {**module_globals, **dict(scope.items())}
@@ -54,7 +54,7 @@ def open_mentioned(
 
 
 class Driver(Protocol):
-    """Walks a model once, calling ``handle`` of the active run at its locations."""
+    """Calls a model once, and ``handle`` of the active run at each location."""
 
     def __call__(
         self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report
@@ -62,7 +62,7 @@ class Driver(Protocol):
 
 
 class Batchable(Protocol):
-    """What a trace asks of a model: how user input becomes arguments, and how inputs are joined."""
+    """The methods of a model that prepare a trace: one turns user input into arguments, one joins inputs to a batch."""
 
     def _prepare_input(self, *args: Any, **kwargs: Any) -> Arguments: ...
 
@@ -70,7 +70,7 @@ class Batchable(Protocol):
 
 
 class Named(Protocol):
-    """What a trace asks of a model about names, and the edits that run in each of its traces."""
+    """The attributes of a model that a trace uses: its edits, its modules, and the aliases of their paths."""
 
     _edits: list[Edit]
 
@@ -81,25 +81,25 @@ class Named(Protocol):
 
 
 class InterleavingTracer(RunControls, Tracer):
-    """Runs a model once, with blocks reading and editing its internals.
+    """Runs a model once, together with blocks that read and edit its internals.
 
     Args:
-        driver: Runs the model.
-        model: Prepares and batches inputs.
-        args: What the user passed as input.
-        kwargs: Likewise, by name. With invokes, arguments of the call that all of them share.
-        backend: Where the block runs; in this process by default.
+        driver: Calls the model.
+        model: Prepares and joins inputs.
+        args: The positional input of the trace.
+        kwargs: The input by name. With invokes, the arguments of the model's call that all invokes share.
+        backend: Runs the block; by default in this process.
         named: The model, with its modules, names and edits.
     """
 
     path = ""
-    #: Where a block that may be replayed reads the result; see :class:`~nnsight.runtime.interleaver.Interleaver`.
+    #: The location of the result inside the graph, for blocks that may be replayed; see :class:`~nnsight.runtime.interleaver.Interleaver`.
     output_location: str | None = None
-    #: Whether a step of a loop without an end waits until something of the step occurs; it may be that there is no such step.
+    #: Whether each step of a loop without an end waits until a location of the step occurs, because the step may not exist.
     awaits_steps = True
-    runs_once = "This tracer was entered before, and is one run. Call `trace(...)` anew for another."
+    runs_once = "This tracer was entered before, and is one run. Call `trace(...)` again for another run."
 
-    #: What makes the blocks and the run. An adapter of these classes sets its own, and so does a recording of the trace.
+    #: Factories of the blocks and the run. `nnsight.compat` and the recorder of programs replace them.
     make_mediator: Callable[..., Mediator] = Mediator
     make_interleaver: Callable[..., Interleaver] = Interleaver
 
@@ -114,9 +114,9 @@ class InterleavingTracer(RunControls, Tracer):
     ) -> None:
         super().__init__(backend)
         self.report = Report()
-        #: A location that a run of several steps passes at the end of each; None for one that has no steps of its own.
+        #: The location that a run of several steps, such as a generation, passes at the end of each step; None for other runs.
         self.pace: str | None = getattr(type(model), "pace", None)
-        #: A location that such a run passes once more than it has steps.
+        #: A location that such a run passes once more often than it has steps.
         self.surplus: str | None = getattr(type(model), "surplus", None)
         self._model = named
         self._call: tuple[Driver, Batchable, tuple[Any, ...], dict[str, Any]] | None = (driver, model, args, kwargs)
@@ -128,25 +128,25 @@ class InterleavingTracer(RunControls, Tracer):
 
     @eproperty(description="what the traced function returned", iterate=False)
     def result(self) -> Any:
-        """The value the traced call returns; available once the model has finished."""
+        """The value that the traced call returns. A block that reads it waits until the model has finished."""
 
     def invoke(self, *args: Any, **kwargs: Any) -> Invoker:
-        """Open a block with its own input, or, without input, a block over the whole batch.
+        """Open a block with its own input or, without arguments, a block over the whole batch.
 
         Raises:
-            ValueError: If the model already runs, as it does for the block of a trace that was given input.
+            ValueError: If the model is already running, as in a trace that was given input, or if the trace has ended.
         """
         if self._call is None:
             raise ValueError("Cannot invoke: this trace has ended. Open invokes inside its block.")
         if self._invokes is None:
             raise ValueError(
-                "Cannot invoke during an active model execution, the model is already running: invokes stand side by side in the "
-                "block of a trace that was given no input, and before anything in it reads a value of the model."
+                "Cannot invoke during an active model execution, the model is already running: open invokes side by side in the "
+                "block of a trace that was given no input, before anything in this block reads a value of the model."
             )
         return Invoker(self, args, kwargs)
 
     def barrier(self, participants: int) -> Barrier:
-        """Return a function that lets ``participants`` invokes wait for each other where they call it."""
+        """Return a function that ``participants`` invokes (an int of at least 1) call to wait for each other."""
         return Barrier(self, participants)
 
     def cache(
@@ -160,26 +160,27 @@ class InterleavingTracer(RunControls, Tracer):
         include_inputs: bool = False,
         non_blocking: bool = False,
     ) -> Cache:
-        """Keep what modules return, and are given, from here on. The cache is saved without ``.save()``.
+        """Keep copies of the outputs, and the inputs, of modules from here on. The cache is saved without ``.save()``.
 
         Call it before the block reads or modifies a value, so that the cache misses nothing.
 
         Args:
-            modules: Envoys or paths of the modules; all by default.
-            device: Device for the kept tensors; ``None`` for theirs.
-            dtype: Dtype for the kept floating point tensors; ``None`` for theirs.
-            detach: Whether tensors are detached from autograd.
-            include_output: Keep what modules return.
-            include_inputs: Keep all their arguments.
+            modules: Envoys or paths of the modules; by default all modules.
+            device: Device of the copies; ``None`` for the device of each tensor.
+            dtype: Dtype of the copies of floating point tensors; ``None`` for the dtype of each tensor.
+            detach: Whether copies are detached from autograd.
+            include_output: Whether to keep the modules' outputs.
+            include_inputs: Whether to keep all arguments of the modules.
             non_blocking: As for :meth:`torch.Tensor.to`.
 
         Raises:
-            ValueError: Outside a block, behind a read or an edit in the block, for a module that is not part of the model, or if nothing
-                is to be kept.
+            TypeError: If ``modules`` is no list of envoys and paths, or ``dtype`` is not a torch dtype.
+            ValueError: Outside a block, after a read or an edit in the block, for a module that is not part of the model, or if neither
+                outputs nor inputs are to be kept.
         """
         mediator, model = running_mediator("tracer.cache()"), self._model
         if not (include_output or include_inputs):
-            raise ValueError("tracer.cache() was asked to keep neither outputs nor inputs.")
+            raise ValueError("tracer.cache() was asked to keep neither outputs nor inputs. Leave out `include_output=False`.")
         if mediator.visited is not None:
             raise ValueError(
                 f"tracer.cache() was called after the block had stopped at `{mediator.last_visited}`, so it could miss modules that have "
@@ -198,11 +199,11 @@ class InterleavingTracer(RunControls, Tracer):
 
     @property
     def opens_invokes(self) -> bool:
-        """Whether the block of the trace is being asked for its invokes, before the model runs."""
+        """Whether the block of the trace is still opening invokes, before the model runs."""
         return self._invokes is not None
 
     def add_invoke(self, invoke: Invoke) -> None:
-        """Add a block to the run that is being prepared."""
+        """Add the block of an invoke to the run that is being prepared."""
         assert self._invokes is not None
         self._invokes.append(invoke)
         self.invoked.append(invoke.block)
@@ -212,7 +213,7 @@ class InterleavingTracer(RunControls, Tracer):
         self._at_end.append(action)
 
     def execute(self, function: Callable[[], None]) -> Any:
-        """Run the model with ``function`` as its block, or as what opens its blocks."""
+        """Run the model with ``function`` as its block, or with the invokes that ``function`` opens."""
         assert self._call is not None
         driver, model, args, kwargs = self._call
         self.note_start()
@@ -230,23 +231,22 @@ class InterleavingTracer(RunControls, Tracer):
         except EarlyStopException:
             pass
         finally:
-            interleaver.failure = None  # its traceback has frames that hold the run
+            interleaver.failure = None  # its traceback would keep the run alive
             for action in self._at_end:
                 action()
 
     def note_start(self) -> None:
-        """Say in the report where the trace stands, once, when it starts."""
+        """Write the file and line of the trace to the report when the trace starts; further calls do nothing."""
         if self.info is not None and not self.report.where:
             self.report.where = f"{self.info.filename}:{self.info.line}"
             trace_starts(self.report)
 
     def call_edited(self, must_run: bool = True) -> Any:
-        """Run the model with its edits and no other block, on arguments as they are, and return what it returns.
-
-        With ``must_run``, a location of an edit that does not occur is an error even if no module is called.
+        """Call the model with its edits and no other block, on unprepared arguments; return its output.
 
         Raises:
-            ValueError: If an edit stops the run, so that there is nothing to return.
+            OutOfOrderError: If an edit waits for a location that does not occur; without ``must_run``, only if the call passes one.
+            ValueError: If an edit stops the run, so that the model returns no output.
         """
         assert self._call is not None and self._model is not None
         driver, _, args, kwargs = self._call
@@ -254,7 +254,7 @@ class InterleavingTracer(RunControls, Tracer):
         self._open_mentioned()
         interleaver = self.make_interleaver(self._edits(), self)
         interleaver.tree = self._model._tree
-        token = saves.set({})  # an edit may save as in a trace, though its names are not bound
+        token = saves.set({})  # an edit may call `save` as in a trace; its names are not bound
         try:
             with interleaver:
                 return self._run(driver, interleaver, args, kwargs, must_run)
@@ -270,7 +270,7 @@ class InterleavingTracer(RunControls, Tracer):
         )
 
     def _edits(self) -> list[Mediator]:
-        """Return the edits of the model as blocks of a run."""
+        """Return a mediator for each edit of the model."""
         edits = [] if self._model is None else self._model._edits
         made = [self.make_mediator(edit.function(), edit.block, f"edit {number}") for number, edit in enumerate(edits)]
         for edit, mediator in zip(edits, made, strict=True):
@@ -279,7 +279,7 @@ class InterleavingTracer(RunControls, Tracer):
         return made
 
     def _open_mentioned(self) -> None:
-        """Let the run stop at the operations that its blocks mention behind ``.source``."""
+        """Let the run stop at the operations that its blocks mention after ``.source``."""
         if self._model is None:
             return
         if self.info is not None and self.scope is not None:
@@ -290,7 +290,7 @@ class InterleavingTracer(RunControls, Tracer):
     def _run(self, driver: Driver, interleaver: Interleaver, *arguments: Any) -> Any:
         with contextlib.suppress(EarlyStopException):
             return self._run_model(driver, interleaver, *arguments)
-        interleaver.finish()  # here, so that its errors have no stop as their context
+        interleaver.finish()  # outside of the `with`, so that the stop is not the context of its errors
         raise EarlyStopException
 
     def _run_model(
@@ -312,10 +312,10 @@ class InterleavingTracer(RunControls, Tracer):
             if error is not interleaver.failure:
                 if replacements.reshaped and not isinstance(error, ReplacementShapeError):
                     raise ReplacementShapeError("\n".join(replacements.reshaped)) from error
-                if replacements.odd:
-                    error.add_note("A block may be the cause:\n" + "\n".join(replacements.odd))
+                if replacements.differences:
+                    error.add_note("A block may be the cause:\n" + "\n".join(replacements.differences))
             raise
-        if interleaver.failure is not None:  # the model caught what a block raised
+        if interleaver.failure is not None:  # the model caught the error of a block
             raise interleaver.failure
         interleaver.end_if_stopped()  # the model may have caught the stop
         if must_run or interleaver.counts:
@@ -331,7 +331,7 @@ class InterleavingTracer(RunControls, Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Arguments:
-        """Return the arguments of the model; start the invokes on their rows."""
+        """Return the arguments of the model, and start the invokes."""
         prepared, groups = self._arguments(model, invokes, args, kwargs)
         for number, invoke in enumerate(invokes):
             options = {"publish": invoke.publish, "explain": invoke.explain}
@@ -355,7 +355,7 @@ class InterleavingTracer(RunControls, Tracer):
         return (args, kwargs), {}
 
     def _join(self, model: Batchable, invokes: list[Invoke], shared: dict[str, Any]) -> Prepared:
-        """Join the inputs of ``invokes``, and the arguments they share, to one batch; return it and the rows of each."""
+        """Join the inputs of ``invokes`` to one batch; return it with the ``shared`` arguments, and the rows of each invoke."""
         first = invokes[0]
         if len(invokes) == 1:
             args, kwargs = model._prepare_input(*first.args, **first.kwargs)[:2]

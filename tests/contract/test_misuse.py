@@ -379,7 +379,7 @@ def invokes_after_the_trace(case: Case) -> None:
         pass
 
 
-@mistake(OutOfOrderError, "barrier(3)", "never reached by every block")
+@mistake(OutOfOrderError, "barrier(3)", "not every participating block called it")
 def makes_a_barrier_of_too_many(case: Case) -> None:
     with case.trace() as tracer:
         barrier = tracer.barrier(3)
@@ -519,7 +519,7 @@ def enters_by_hand(case: Case) -> None:
     case.trace(case.x).__enter__()  # wrong
 
 
-@mistake(ValueError, "entered before", "anew")
+@mistake(ValueError, "entered before", "again")
 def enters_a_trace_in_itself(case: Case) -> None:
     trace = case.trace(case.x)
     with trace:

@@ -499,12 +499,12 @@ def test_a_name_inside_an_operation_after_the_capture_is_an_error_once(model: NN
 def test_operations_that_were_passed_uncounted_are_an_error_where_the_count_matters(
     model: NNsight, net: Net, x: torch.Tensor
 ) -> None:
-    with pytest.raises(OutOfOrderError, match="Mention it before"):
+    with pytest.raises(OutOfOrderError, match="Mention it earlier"):
         with model.trace(x, compile=False):
             model.layers[0].output.save()
             getattr(model.layers[0].source, "F_gelu" + "_0").output.save()
     fresh = NNsight(Net())
-    with pytest.raises(OutOfOrderError, match="Mention it before"):
+    with pytest.raises(OutOfOrderError, match="Mention it earlier"):
         with fresh.trace(x):
             fresh.layers[0].output.save()
             getattr(fresh.layers[0].source, "weigh" + "_0").output.save()
@@ -619,7 +619,7 @@ def test_looking_into_the_call_of_an_object(x: torch.Tensor, compile: bool) -> N
 def test_what_is_no_function_of_python_has_no_source(model: NNsight) -> None:
     with pytest.raises(SourceError, match="C function"):
         model.layers[0].source.torch_matmul_0.source  # noqa: B018
-    with pytest.raises(SourceError, match="only functions"):
+    with pytest.raises(SourceError, match="only the source of functions"):
         model.layers[0].source.range_0.source  # noqa: B018
 
 

@@ -357,7 +357,7 @@ def test_mistakes_are_those_of_any_trace(net: NNsight) -> None:
         hidden = net.relu.output
         with net.output.sum().backward():
             hidden.grad = 0.5
-    with pytest.raises(InvalidProgramError, match="does not require one"), net.trace(X, **REMOTE):
+    with pytest.raises(InvalidProgramError, match="does not require gradients"), net.trace(X, **REMOTE):
         given = net.first.input
         with net.output.sum().backward():
             gradient = given.grad.save()

@@ -514,7 +514,7 @@ def test_a_model_that_cannot_run_on_fakes_is_told_of_once(caplog: Any) -> None:
     same((one, two), (model._module(whole)[:1], model._module(whole)[1:]))
     same(before, model._module.before(whole.transpose(0, 1))[:, :1])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "Unfakeable could not all be found out" in caplog.text
+    assert "Not all batch axes of Unfakeable are known" in caplog.text
     assert_no_instrumentation(model._module)
 
 

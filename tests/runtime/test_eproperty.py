@@ -382,7 +382,7 @@ class AttentionEnvoy(Envoy):
 
 def test_a_missing_attribute_in_a_view_is_not_a_missing_property() -> None:
     model = NNsight(Layers(), envoys={Block: AttentionEnvoy})
-    with pytest.raises(RuntimeError, match=r"`\.heads` could not be made of .*layers\.0\.output`.*'tuple'.*view") as raised:
+    with pytest.raises(RuntimeError, match=r"`\.heads` could not be computed from .*layers\.0\.output`.*'tuple'.*view") as raised:
         with model.trace(X):
             model.layers[0].heads  # noqa: B018
     assert isinstance(raised.value.__cause__, AttributeError)

@@ -1,1 +1,1 @@
-"""The modules of a model and the operations inside them, as locations: their paths, and the interception of their calls."""
+"""Modules and operations as locations: their paths, the interception of their calls, and the properties that read their values."""

@@ -1,6 +1,7 @@
-"""Hooks of modules and the ``forward`` of their classes, which compiled code has as they were at the capture.
+"""Detection of changed hooks and ``forward`` methods.
 
-``torch.compile`` does not check them again. So a change is detected here, and the model captured anew.
+``torch.compile`` captures the hooks of modules and the ``forward`` of their classes, and has no guards for them. Changes are detected here,
+so that the model is captured again.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _KINDS_FOR_ALL = tuple(f"_global{kind}" for kind in _KINDS)
 
 
 class Attached:
-    """The present hooks of ``modules`` and of all modules, and the ``forward`` of the classes."""
+    """The hooks of ``modules``, torch's global module hooks, and the ``forward`` of the modules' classes, as of the latest check."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         modules = list(modules)
@@ -25,7 +26,7 @@ class Attached:
         self._look()
 
     def changed(self) -> bool:
-        """Whether something has changed since the last call."""
+        """Return whether a hook or a ``forward`` has changed since the last call."""
         before = self._forwards, self._hooks
         is_known = (
             self._handles == RemovableHandle.next_id  # no hook was registered, though some may have been removed
@@ -39,7 +40,7 @@ class Attached:
     def _look(self) -> None:
         self._handles = RemovableHandle.next_id
         self._forwards = [members.get("forward") for members in self._classes]
-        #: Number of the owner, kind, and the numbers of the handles, which are those of no other hook.
+        #: For each owner with hooks: its index, the kind of hook, and the ids of the hooks' handles, which torch never reuses.
         self._hooks = [
             (number, kind, list(hooks))
             for number, owner in enumerate(self._owners)

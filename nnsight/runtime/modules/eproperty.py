@@ -1,17 +1,17 @@
 """Properties whose value is in a running model.
 
-Reading an :class:`eproperty` waits until the run offers the location ``<path>.<key>`` of its owner and returns the value there; assigning
-to it replaces that value. An owner is what :class:`IEnvoy` describes: an envoy (``.output``, ``.input``), a tracer (``.result``), or an
-object of a user's class.
+Reading an :class:`eproperty` waits until the run offers the location ``<path>.<key>`` of its owner, and returns the value there. Assigning
+to it replaces that value. An owner is an object with the attributes of :class:`IEnvoy`: an envoy (``.output``, ``.input``), a tracer
+(``.result``), or an object of a user's class.
 
-The decorated function is a stub: it gives the property its name and docstring, and its body does not run, unless it takes the value:
-``def heads(self, value)`` is the ``preprocess`` as well. Several properties can share one key to show different views of one value:
-``preprocess`` and ``postprocess`` convert between the model's value and the view, and ``transform`` sends an edited view back, when the
-block next asks for anything else. Until then each read gives the same view, so ``e.view[0] += f(e.view)`` edits one view.
+The decorated function is a stub: it gives the property its name and docstring, and its body does not run. A stub that takes the value,
+``def heads(self, value)``, is also the ``preprocess``. Several properties can share one key and show different views of one value.
+``preprocess`` and ``postprocess`` convert between the model's value and the view. ``transform`` sends an edited view back when the block
+next asks for anything else. Until then each read returns the same view, so ``e.view[0] += f(e.view)`` edits one view.
 
-A decorator between ``eproperty`` and the stub can prepare the request, for instance by registering a hook: its wrapper of the stub is
-called with the owner before each request that waits. Such a hook offers its value with :meth:`eproperty.provide`. Modules and operations
-need no preparation, because all their calls are intercepted; the ``requires_...`` of this module only mark stubs.
+A decorator between ``eproperty`` and the stub can prepare a request, for instance by registering a hook. Its wrapper of the stub is called
+with the owner before each request that waits, and the hook offers its value with :meth:`eproperty.provide`. Modules and operations need no
+preparation, because all their calls are intercepted; the ``requires_...`` decorators of this module only mark stubs.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from ..interleaver import Interleaver, active_interleaver
 
 
 class IEnvoy(Protocol):
-    """What an owner of eproperties has."""
+    """The attributes that an owner of eproperties has."""
 
-    path: str | None  # the prefix of its locations; without one, or with an empty one, the key alone is the location
+    path: str | None  # the prefix of its locations; if it is missing or empty, the key alone is the location
 
     @property
     def interleaver(self) -> Interleaver:
-        """The run to ask where none is active in this context; an owner can do without."""
+        """The run to use if no run is active in this context. This attribute is optional."""
         ...
 
 
 def requires_output(stub: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a stub whose value is the output of a module. Every module call is intercepted, so nothing is registered."""
+    """Mark a stub whose value is the output of a module. Nothing is registered, because every module call is intercepted."""
     return stub
 
-#: The same for the input of a module, and for output and input of an operation of ``.source``.
+#: Likewise for the input of a module, and for the output and the input of an operation.
 requires_input = requires_operation_output = requires_operation_input = requires_output
 
 
@@ -47,8 +47,8 @@ class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, lik
     """Descriptor for a value of the running model.
 
     Args:
-        key: Last part of the location; the stub's name by default. The stub itself, if the decorator has no parentheses.
-        description: A few words for the tree that ``print(model)`` shows; without them the property is not listed there.
+        key: Last part of the location; by default the stub's name. It is the stub itself if the decorator is used without parentheses.
+        description: A few words for the tree that ``print(model)`` shows. A property without a description is not listed there.
         iterate: Whether the location can occur several times in a run, so that requests name an occurrence.
     """
 
@@ -59,8 +59,8 @@ class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, lik
         self.description = description
         self.iterate = iterate
         self.name: str | None = None
-        self.kind: str | None = None  # what the stub is annotated to return
-        self._identity: str | None = None  # tells its views from those of other properties of the same location
+        self.kind: str | None = None  # the stub's return annotation
+        self._identity: str | None = None  # distinguishes its views from those of other properties of the same location
         self._prepare: Callable[..., Any] | None = None
         self._preprocess: Callable[..., Any] | None = None
         self._postprocess: Callable[..., Any] | None = None
@@ -69,14 +69,14 @@ class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, lik
             self(key)
 
     def __call__(self, stub: Callable[..., Any]) -> eproperty:
-        """Take name and docstring from the decorated stub, and remember what a decorator made of it."""
-        # A decorator's wrapper has the stub in its closure; a bare stub has nothing there.
+        """Take name and docstring from the stub. If another decorator has wrapped the stub, keep the wrapper as preparation."""
+        # A decorator's wrapper has the stub in its closure; a bare stub has no closure.
         bare = isinstance(stub, types.FunctionType) and stub.__closure__ is None
         if _arity(stub) == 2:
             self._preprocess = stub
         else:
             self._prepare = None if bare else stub
-        # Dynamo calls the functions of a property in place of its `__get__` and `__set__`.
+        # Dynamo does not call `__get__` and `__set__` of a property, but the functions that it was made with.
         property.__init__(self, lambda owner: eproperty.__get__(self, owner), lambda owner, value: eproperty.__set__(self, owner, value))
         self.name = stub.__name__
         returned = getattr(stub, "__annotations__", {}).get("return")
@@ -89,7 +89,7 @@ class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, lik
     def preprocess(self, function: Callable[..., Any]) -> eproperty:
         """Register ``function(self, value) -> view``, applied when the property is read.
 
-        An ``AttributeError`` in it becomes a ``RuntimeError``: an envoy would look for the property in its module.
+        An ``AttributeError`` in it becomes a ``RuntimeError``, because an envoy would take it for a missing attribute.
         """
         self._preprocess = function
         return self
@@ -100,10 +100,10 @@ class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, lik
         return self
 
     def transform(self, function: Callable[..., Any]) -> eproperty:
-        """Register ``function(view) -> value``: after a read, what the block left in the view goes to the model.
+        """Register ``function(view) -> value``. After a read, the model continues with its result for the view that the block has edited.
 
-        With three parameters it is ``function(self, view, value)``, with the value that ``preprocess`` was given. Needed when
-        ``preprocess`` returns a copy; a view that shares memory with the value needs none.
+        With three parameters it is ``function(self, view, value)``, where ``value`` is the argument of ``preprocess``. It is needed if
+        ``preprocess`` returns a copy, and not if the view shares memory with the value.
         """
         function = function.__func__ if isinstance(function, staticmethod) else function
         alone = _arity(function) == 1
@@ -111,7 +111,7 @@ class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, lik
         return self
 
     def location(self, owner: IEnvoy) -> str:
-        """Return the location of this property of ``owner``, without occurrence number."""
+        """Return the location of this property of ``owner``, without an occurrence number."""
         path = getattr(owner, "path", None)
         if path is not None and not isinstance(path, str):
             path = getattr(owner, "nns_path", path)  # an envoy with a child module called `path`
@@ -123,7 +123,7 @@ class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, lik
         location = self.location(owner)
         if active_interleaver() is None:
             scanned = getattr(owner, "_fakes", {})
-            if location in scanned:  # outside of a run, what the latest scan saw
+            if location in scanned:  # outside of a run, the fake tensors of the latest scan
                 return scanned[location] if self._preprocess is None else self._preprocess(owner, scanned[location])
         mediator = self._mediator(owner, location)
         held = mediator.held_view(location, self._identity)
@@ -133,8 +133,8 @@ class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, lik
         if self._preprocess is not None:
             try:
                 value = self._preprocess(owner, raw)
-            except AttributeError as error:  # Python would take it to mean that the owner has no such property
-                raise RuntimeError(f"`.{self.name}` could not be made of the value at `{location}`: {error}") from error
+            except AttributeError as error:  # Python would report that the owner has no such property
+                raise RuntimeError(f"`.{self.name}` could not be computed from the value at `{location}`: {error}") from error
         if self._transform is not None:
             transform, view = self._transform, value
             mediator.on_leave(lambda: transform(owner, view, raw), self._identity, view)
@@ -148,12 +148,12 @@ class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, lik
         mediator.swap(location, value)
 
     def provide(self, owner: IEnvoy, value: Any) -> Any:
-        """Offer ``value`` at this property of ``owner`` to the active run; return what the run made of it."""
+        """Offer ``value`` at the location of this property of ``owner`` to the run; return the value with which to continue."""
         run = _run_of(owner)
         return value if run is None else run.handle(self.location(owner), value)
 
     def _mediator(self, owner: Any, location: str) -> Any:
-        """Return the mediator of the block that uses the property, everything being prepared for its request."""
+        """Return the mediator of the running block, after the preparation of its request; raises outside of a run of the owner's model."""
         run = active_interleaver()
         mediator: Any = getattr(_run_of(owner), "current", None) if run is None else run.current
         if mediator is None:
@@ -164,8 +164,8 @@ class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, lik
         tree = mediator.interleaver.tree
         if tree is not None and getattr(owner, "_tree", tree) is not tree:
             raise MissedProviderError(
-                f"`{location}` was asked of a model that does not run here: the trace is one of another model, which may have "
-                "a module of that name. Use the envoys of the model that is traced."
+                f"`{location}` was requested from a model that does not run here: the trace belongs to another model, which may have "
+                "a module of that name. Use the envoys of the traced model."
             )
         if self._prepare is not None and not mediator.stands_at(location):
             self._prepare(owner)
@@ -173,23 +173,23 @@ class eproperty(property):  # noqa: N801 - a descriptor used as a decorator, lik
 
 
 def _arity(function: Callable[..., Any]) -> int | None:
-    """Return the number of parameters of a Python function."""
+    """Return the number of parameters of a Python function; ``None`` for other callables."""
     return function.__code__.co_argcount if isinstance(function, types.FunctionType) else None
 
 
 def _run_of(owner: Any) -> Any:
-    """Return the run of this context, else the one that ``owner`` says, or ``None``."""
+    """Return the active run of this context, else the ``interleaver`` of ``owner``, else ``None``."""
     run = active_interleaver()
     return getattr(owner, "interleaver", None) if run is None else run
 
 
 def described(owner: type, base: type) -> dict[str, str]:
-    """Return the descriptions, by name and type, of the eproperties that ``owner`` has beyond those of ``base``."""
+    """Return the descriptions of the eproperties that ``owner`` adds to those of ``base``, by ``(name) -> type``."""
     plain = {id(value) for kind in base.__mro__ for value in vars(kind).values()}
     found: dict[str, eproperty] = {}
     for kind in reversed(owner.__mro__):
         for name, value in vars(kind).items():
-            found.pop(name, None)  # of a base class, and overridden
+            found.pop(name, None)  # this class overrides the property of a base class
             if isinstance(value, eproperty) and value.description and id(value) not in plain:
                 found[name] = value
     return {f"({name})" + (f" -> {value.kind}" if value.kind else ""): str(value.description) for name, value in found.items()}

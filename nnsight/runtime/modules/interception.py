@@ -1,14 +1,14 @@
 """Interception of module calls, only while a run is active.
 
-A call is intercepted around ``Module._call_impl``, through which every call of a module goes, so the interception sees what the caller
-passes and receives, with the effects of all forward hooks. It is an attribute on the instance that shadows the method: installing and
-removing it is a dictionary write, in any order, and a module outside of a run has no trace of it.
+Every call of a module goes through ``Module._call_impl``. The interception wraps this method, so it sees the arguments and the result of
+the caller, with the effects of all forward hooks. It is an attribute of the instance that shadows the method of the class. So it is
+installed and removed by a dictionary write, in any order, and a module outside of a run is unchanged.
 
-All calls of modules of the tree are *counted* while a run is active, and *offered* only where a block waits. Without counts, a request for
+While a run is active, all calls of modules of the tree are *counted*, and *offered* only where a block waits. Without counts, a request for
 a module that has already run would be served with a later occurrence. Counting costs a fraction of a microsecond per call.
 
-Runs of several threads share the interception (the first installs it, the last removes it) and nothing else: the intercepted call looks up
-the run of its own context and is an ordinary call if there is none.
+Runs of several threads share the interception (the first run installs it, the last one removes it) and nothing else: an intercepted call
+looks up the run of its own context, and is an ordinary call if there is none.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ import torch
 from ...shared_changes import SharedChange
 from ..interleaver import active_interleaver
 
-#: Runs a call while dynamo traces it: ``(input location, output location, call, args, kwargs) -> output``.
+#: Makes a call while dynamo traces it: ``(input location, output location, call, args, kwargs) -> output``.
 TracedCall = Callable[[str, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
-#: Whether dynamo is tracing this very call. It costs next to nothing where not, unlike `torch.compiler.is_compiling`.
+#: Whether dynamo is tracing this call. Outside of dynamo it is much cheaper than `torch.compiler.is_compiling`.
 is_compiling = torch.compiler.is_dynamo_compiling
 
 INTERCEPTED_METHOD = "_call_impl"
 
 _ABSENT = object()
 
-#: Set on a module by ``Module.compile``; its calls would go past the interception.
+#: Set on a module by ``Module.compile``. Calls of the module would then bypass the interception.
 _COMPILED = "_compiled_call_impl"
 
 
 def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]:
-    """Return a function that makes a call at ``path``: ``(callable, *args, **kwargs) -> what the call returns``.
+    """Return a function that makes a call at ``path``: ``(callable, *args, **kwargs) -> result``.
 
-    ``traced_call`` is what it does while dynamo traces it; by default it leaves no mark.
+    While dynamo traces it, it calls ``traced_call``, which puts taps into the graph; ``None`` makes the call without taps.
     """
     input_location, output_location = f"{path}.input", f"{path}.output"
 
@@ -50,7 +50,7 @@ def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]
                 return call(*args, **kwargs)
             return traced_call(input_location, output_location, call, args, kwargs)
         run = active_interleaver()
-        if run is None or run.current is not None:  # another thread's run, or a call the block itself makes
+        if run is None or run.current is not None:  # no run in this context, or a call that a block makes
             return call(*args, **kwargs)
         counts, waited = run.counts, run.waited
         if input_location in waited:
@@ -69,18 +69,18 @@ def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]
 
 
 def call_alone(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-    """Call a module with its hooks, past the interception: none of its own locations is passed."""
+    """Call a module with its hooks and without interception: the run does not pass the module's own locations."""
     return torch.nn.Module._call_impl(module, *args, **kwargs)
 
 
-#: Code of every intercepted call, for compilers that must treat it specially.
+#: The code object that all intercepted calls share, for compilers that must treat it specially.
 INTERCEPTED_CODE = next(constant for constant in intercepted.__code__.co_consts if isinstance(constant, types.CodeType))
 
 
 def _switch_fast_path_off() -> bool:
-    """Keep torch from computing a ``TransformerEncoderLayer`` in one kernel, past its modules; return whether it did so before.
+    """Keep torch from computing a ``TransformerEncoderLayer`` in one kernel without calling its modules; return the former setting.
 
-    Without gradients torch does so, unless a module has hooks. The switch is torch's own; results are those that hooks see.
+    Torch uses this kernel without gradients, unless a module has hooks. So results are the same as those of a model with hooks.
     """
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -91,9 +91,9 @@ _module_by_module = SharedChange(_switch_fast_path_off, torch.backends.mha.set_f
 
 
 class Instrumentation:
-    """Intercepts the calls of a tree of modules while entered.
+    """A context manager that intercepts the calls of ``modules``, given by path, the prefix of their locations.
 
-    Entering nests and may happen in several threads at once. ``modules`` are given by path, the prefix of their locations.
+    It can be entered several times at once, nested or in several threads.
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], traced_call: TracedCall | None = None) -> None:
@@ -101,24 +101,24 @@ class Instrumentation:
         self._calls = self._intercepted(modules)
         self._has_fast_path = any(isinstance(module, torch.nn.TransformerEncoderLayer) for module in modules.values())
         self._functions: dict[str, Callable[[], tuple[dict[str, Any], str, Any]]] = {}
-        #: What was there before, by instance and attribute.
+        #: The values that were shadowed, by instance and attribute; `_ABSENT` if the instance had no such attribute.
         self._shadowed: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
         self._users = 0
         self._lock = threading.RLock()
 
     def _intercepted(self, modules: Mapping[str, torch.nn.Module]) -> list[tuple[dict[str, Any], Any]]:
-        """Return the namespace of each module, and its call, intercepted."""
+        """Return the namespace of each module, and its intercepted call."""
         calls: list[tuple[dict[str, Any], Any]] = []
         for path, module in modules.items():
             call = getattr(module, INTERCEPTED_METHOD)
             while getattr(call, "__func__", None) is not None and call.__func__.__code__ is INTERCEPTED_CODE:
-                call = call.__self__  # of another tree that is installed right now
-            # A method bound to the call it intercepts.
+                call = call.__self__  # the interception of another tree, installed right now, is bound to the original call
+            # Bound to the original call, which becomes the first argument.
             calls.append((module.__dict__, types.MethodType(intercepted(path, self._traced_call), call)))
         return calls
 
     def include(self, modules: Mapping[str, torch.nn.Module]) -> None:
-        """Intercept the calls of these modules, too; in runs that are active, from now on."""
+        """Intercept the calls of these modules, too. Active runs pass their locations from now on."""
         with self._lock:
             calls = self._intercepted(modules)
             self._calls += calls
@@ -133,9 +133,9 @@ class Instrumentation:
                 self._install(namespace, _COMPILED, None)
 
     def replace(self, path: str, replacement: Callable[[], tuple[dict[str, Any], str, Any]]) -> None:
-        """Replace an attribute of the instance at ``path``, too, during runs; those that are active included.
+        """During runs, also replace an attribute of the instance at ``path``. This includes runs that are already active.
 
-        ``replacement`` is called when a run begins: the namespace of the instance, the attribute, and its value for the run.
+        ``replacement`` is called when a run begins. It returns the namespace of the instance, the attribute, and its value for the run.
         """
         with self._lock:
             self._functions[path] = replacement

@@ -1,13 +1,14 @@
-"""A function as text and as operations.
+"""Listings: the source lines of a function, and the operations in it.
 
-The operations of a function are the calls and the assignments in it. Its syntax tree gives their names and lines, and the code of a second
-version in which a call ``f(x)`` is ``operation(f, x)`` and ``y = x`` is ``y = operation(x)``, see
-:mod:`~nnsight.runtime.modules.operations`.
+The operations of a function are its calls and its assignments. They are found in its syntax tree, which gives their names and lines. A
+second version of the function is compiled from this tree, in which a call ``f(x)`` is ``operation(f, x)`` and ``y = x`` is
+``y = operation(x)``, see :mod:`~nnsight.runtime.modules.operations`.
 
-Calls of ``f`` have the numbers ``f_0``, ``f_1``, …. Numbers behind those count assignments to ``f`` as well, in order of execution: in
-``f = pick(); f(x)`` the call is ``f_0``, and also ``f_1``; where ``f`` is not called, the assignment is ``f_0``.
+The calls of ``f`` are named ``f_0``, ``f_1``, …. A second numbering counts the calls of ``f`` and the assignments to ``f`` together, in
+order of execution; it applies to numbers that no call has. So in ``f = pick(); f(x)`` the call is ``f_0``, and ``f_1`` is its alias. In
+``f = pick()`` alone, the assignment is ``f_0``.
 
-The text of a function is read from its file, and used if it compiles to the instructions of the function.
+The source of a function is read from its file, and used only if it compiles to the same instructions as the function has.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ from ...tracing.errors import did_you_mean
 from ...tracing.parsing import nested_code
 from ...tracing.source import nodes_in_place, parsed_file
 
-#: Builtins that look at the frame of their caller, so their call cannot be made from elsewhere.
+#: Builtins that read the frame of their caller, so an ``operation`` cannot make the call for it.
 _ABOUT_FRAME = frozenset({"super", "locals", "globals", "vars", "dir", "eval", "exec", "breakpoint"})
 
-#: Name of the variable that stands for an operation, by its number.
+#: Name of the free variable that holds an operation, by the operation's number.
 OPERATION = "__nnsight_operation_{}__"
 
-#: Instructions that prepare others.
+#: Instructions that may differ between two compilations of one function.
 _NO_MEANING = {"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL"}
 
 
 class SourceError(ValueError):
-    """A function cannot be looked into: it has no Python source, or one that is not its own any more."""
+    """The operations of a function cannot be listed: it has no Python source, or its file has changed since it was loaded."""
 
 
 @dataclass(frozen=True)
@@ -46,34 +47,34 @@ class Operation:
     """A call or an assignment in a function."""
 
     name: str  # its name, unique in the function
-    callee: ast.expr | None  # what is called, as written; None for an assignment
-    line: int  # its first line, counted from the first line of the function
+    callee: ast.expr | None  # the expression that is called, as in the source; None for an assignment
+    line: int  # its first line, as an offset from the first line of the function
     end_line: int  # its last line, likewise
 
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """A function as text and as operations."""
+    """The source lines and the operations of a function."""
 
     lines: tuple[str, ...]  # its source, decorators included
-    operations: dict[str, Operation]  # its operations by name, in the order of their numbering
-    code: types.CodeType  # the function with its operations intercepted; operation `n` is free in it
-    aliases: dict[str, str]  # names of calls in a numbering that counts assignments, where no operation has such a name
+    operations: dict[str, Operation]  # its operations by name, in the order of their numbers
+    code: types.CodeType  # the second version of the function, which calls operation `n` as a free variable
+    aliases: dict[str, str]  # names of calls in the numbering that includes assignments, unless an operation has the same name
 
 
 def no_operation(path: str, name: str, listing: Listing) -> str:
-    """Say that the function at ``path`` has no operation ``name``, and which it has."""
+    """Return the message that the function at ``path`` has no operation ``name``, with the operations it has."""
     hint = did_you_mean(name, listing.operations)
     return f"`{path}.source` has no operation `{name}`.{hint} There are: {', '.join(listing.operations)}."
 
 
 @dataclass(frozen=True, eq=False)
 class Definition:
-    """A function as it is written."""
+    """The syntax tree of a function."""
 
     arguments: ast.arguments  # its parameters
     body: tuple[ast.stmt, ...]  # its statements
-    class_name: str | None  # name of the class around it, for private names
+    class_name: str | None  # name of the enclosing class, for the mangling of private names
 
 
 _Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
@@ -83,22 +84,22 @@ _definitions: dict[int, _Known] = {}
 
 
 def listing_of(function: types.FunctionType) -> Listing:
-    """Return the listing of a plain function; made once for its code. For errors see :func:`definition_of`."""
-    listing: Listing = _once(_listings, function, _list)
+    """Return the listing of a Python function, cached by its code object. Raises the errors of :func:`definition_of`."""
+    listing: Listing = _cached(_listings, function, _list)
     return listing
 
 
 def definition_of(function: types.FunctionType) -> Definition:
-    """Return how a plain function, or a lambda, is written; looked for once for its code.
+    """Return the syntax tree of a Python function or lambda, cached by its code object.
 
     Raises:
-        SourceError: If there is no source, or what is written there does not compile to this code.
+        SourceError: If there is no source, or if the source does not compile to the function's code.
     """
-    definition: Definition = _once(_definitions, function, _define)
+    definition: Definition = _cached(_definitions, function, _define)
     return definition
 
 
-def _once(known: dict[int, _Known], function: types.FunctionType, make: Callable[[types.FunctionType], Any]) -> Any:
+def _cached(known: dict[int, _Known], function: types.FunctionType, make: Callable[[types.FunctionType], Any]) -> Any:
     key = id(function.__code__)
     found = known.get(key)
     if found is None:
@@ -109,13 +110,13 @@ def _once(known: dict[int, _Known], function: types.FunctionType, make: Callable
 
 
 def _define(function: types.FunctionType) -> Definition:
-    node, class_name = _written(function)
+    node, class_name = _definition_node(function)
     body = [ast.copy_location(ast.Return(node.body), node.body)] if isinstance(node, ast.Lambda) else node.body
     return Definition(node.args, tuple(body), class_name)
 
 
 def _list(function: types.FunctionType) -> Listing:
-    code, (node, class_name) = function.__code__, _written(function)
+    code, (node, class_name) = function.__code__, _definition_node(function)
     if isinstance(node, ast.Lambda):
         raise SourceError(f"`{function.__qualname__}` ({code.co_filename}:{code.co_firstlineno}) is a lambda, which has no operations.")
     rewriter = _Rewriter(code.co_firstlineno, node)
@@ -131,8 +132,8 @@ def _list(function: types.FunctionType) -> Listing:
     )
 
 
-def _written(function: types.FunctionType) -> tuple[_Node, str | None]:
-    """Return the definition that a function was compiled from, and the name of the class around it."""
+def _definition_node(function: types.FunctionType) -> tuple[_Node, str | None]:
+    """Return the definition that a function was compiled from, and the name of the enclosing class."""
     code = function.__code__
     name = f"`{function.__qualname__}` ({code.co_filename}:{code.co_firstlineno})"
     tree = parsed_file(code.co_filename, function.__globals__)
@@ -141,11 +142,11 @@ def _written(function: types.FunctionType) -> tuple[_Node, str | None]:
     for node, class_name in _candidates(tree, code):
         if _matches(_compiled(copy.deepcopy(node), class_name, code), code):
             return node, class_name
-    raise SourceError(f"{name} is not what its file has at this line. The file was probably edited after it was loaded: reload it.")
+    raise SourceError(f"{name} differs from the code at this line of its file. The file was probably edited since its import: reload it.")
 
 
 def _candidates(tree: ast.Module, code: types.CodeType) -> Iterator[tuple[_Node, str | None]]:
-    """Yield the definitions that ``code`` may have been compiled from, and the name of the class around each."""
+    """Yield the definitions with the name and first line of ``code``, and the name of the enclosing class of each."""
     for node, class_name, _ in nodes_in_place(tree):
         if isinstance(node, _Node) and getattr(node, "name", "<lambda>") == code.co_name:
             first = min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))
@@ -154,7 +155,7 @@ def _candidates(tree: ast.Module, code: types.CodeType) -> Iterator[tuple[_Node,
 
 
 def _compiled(node: _Node, class_name: str | None, original: types.CodeType, free: Iterable[str] = ()) -> types.CodeType:
-    """Compile ``node``, which is changed, in place of ``original``, without decorators, defaults and annotations."""
+    """Compile ``node`` with the free variables and flags of ``original``. Removes decorators, defaults and annotations from ``node``."""
     if isinstance(node, ast.Lambda):
         statement: ast.stmt = ast.copy_location(ast.Return(node), node)
     else:
@@ -170,7 +171,7 @@ def _compiled(node: _Node, class_name: str | None, original: types.CodeType, fre
 
 
 def _matches(compiled: types.CodeType, original: types.CodeType) -> bool:
-    """Whether two functions have the same instructions; of those whose assertions pytest has rewritten, the same names."""
+    """Whether two functions have the same instructions. If pytest has rewritten the assertions of ``original``, only names are compared."""
     if any(name.startswith("@py") for name in original.co_varnames + original.co_names):
         return set(compiled.co_names) <= set(original.co_names)
     if compiled.co_varnames != original.co_varnames or compiled.co_freevars != original.co_freevars:
@@ -180,9 +181,9 @@ def _matches(compiled: types.CodeType, original: types.CodeType) -> bool:
 
 
 def _meaning(instruction: dis.Instruction) -> tuple[str, Any] | None:
-    """Return what an instruction does; ``None`` if the compiler chooses it by what is around the function.
+    """Return the part of an instruction that does not depend on the code around the function, or ``None``.
 
-    Method calls are such: of names that a file imports, Python 3.12 looks methods up as other attributes.
+    Method look-ups count as attribute look-ups, because Python 3.12 compiles ``name.method()`` differently if the file imports ``name``.
     """
     name = instruction.opname
     if name in _NO_MEANING:
@@ -199,15 +200,15 @@ def _same_step(mine: tuple[str, Any], theirs: tuple[str, Any]) -> bool:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Turns calls ``f(x)`` of a definition into ``operation(f, x)``, and assigned values into ``operation(value)``, and lists them."""
+    """Rewrites calls ``f(x)`` to ``operation(f, x)`` and assigned values to ``operation(value)``, and lists these operations."""
 
     def __init__(self, first_line: int, definition: ast.AST) -> None:
         self.operations: list[Operation] = []
         self.aliases: dict[str, str] = {}
         self._first_line = first_line
         self._called = Counter(_name_of(node.func) for node in ast.walk(definition) if _is_operation(node))
-        self._calls: Counter[str] = Counter()  # so far
-        self._all: Counter[str] = Counter()  # likewise, with assignments
+        self._calls: Counter[str] = Counter()  # number of calls so far, by name
+        self._all: Counter[str] = Counter()  # number of calls and assignments so far, by name
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         callee = copy.deepcopy(node.func)
@@ -234,7 +235,7 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def _assigned(self, target: ast.expr, value: ast.expr) -> ast.expr:
-        """Return what is assigned instead of ``value``: with operations in it, and as one if ``target`` has a name for it."""
+        """Return the rewritten ``value``, as an operation if ``target`` has a name: ``y = f(x)`` becomes ``y = op_1(op_0(f, x))``."""
         kinds = (ast.Tuple, ast.List)
         if isinstance(target, kinds):
             if isinstance(value, kinds) and len(target.elts) == len(value.elts) and not any(map(_is_starred, (*target.elts, *value.elts))):
@@ -242,11 +243,11 @@ class _Rewriter(ast.NodeTransformer):
                 return value
             return self.visit(value)
         value, name = self.visit(value), _name_of(target)
-        if name == "call":  # an item of something without a name
+        if name == "call":  # the target has no name
             return value
         number = self._all[name]
         self._all[name] += 1
-        if number < self._called[name]:  # a call has the name
+        if number < self._called[name]:  # a call has this name
             return value
         return ast.copy_location(ast.Call(self._add(f"{name}_{number}", None, value), [value], []), value)
 
@@ -267,9 +268,9 @@ def _is_starred(node: ast.expr) -> bool:
 
 
 def _name_of(callee: ast.expr) -> str:
-    """Return the dotted names at the end of ``callee``, joined: ``self.c_attn(x).split`` is ``split``; subscripts are left out.
+    """Return the dotted names at the end of ``callee``, or of an assignment target, joined by underscores.
 
-    Names of what is assigned to are found in the same way.
+    ``self.c_attn`` gives ``self_c_attn``, and ``self.c_attn(x).split`` gives ``split``. Subscripts are left out.
     """
     start, parts = attributes_of(callee)
     while isinstance(start, ast.Subscript):  # ``self.layers[i]`` is ``self_layers``
@@ -279,7 +280,7 @@ def _name_of(callee: ast.expr) -> str:
 
 
 def attributes_of(expression: ast.expr) -> tuple[ast.expr, list[str]]:
-    """Return what an expression takes attributes of, and their names: ``(f(x), ["a", "b"])`` for ``f(x).a.b``."""
+    """Split an attribute chain into its base and the attribute names: ``f(x).a.b`` gives ``(f(x), ["a", "b"])``."""
     names: list[str] = []
     while isinstance(expression, ast.Attribute):
         names.insert(0, expression.attr)

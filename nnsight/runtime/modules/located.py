@@ -1,4 +1,4 @@
-"""The common base of modules and operations: a call with a path, whose values a block can read and edit."""
+"""The common base class of modules and operations: calls with a path, whose values a block can read and edit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .tree import ModuleTree
 
 
 class Located:
-    """A call in a running model, of a module or of an operation inside one.
+    """A call in a running model: the call of a module, or of an operation inside it.
 
-    The owner's path is the prefix of its locations, ``<path>.input`` and ``<path>.output``.
+    Its path is the prefix of its locations, ``<path>.input`` and ``<path>.output``.
     """
 
     _path: str
@@ -20,16 +20,16 @@ class Located:
 
     @eproperty(description="what the call returned")
     def output(self) -> Any:
-        """What the call returned: a tensor, or the tuple, dict or ``ModelOutput`` it returned.
+        """The value that the call returned, such as a tensor, a tuple, a dict or a ``ModelOutput``.
 
         Edit it in place, or assign a replacement of the same structure and shapes.
         """
 
     @eproperty(key="input", description="first argument of the call")
     def input(self) -> Any:
-        """The first argument of the call: the first positional one, else the first by keyword.
+        """The first argument of the call: the first positional argument, else the first keyword argument.
 
-        The object whose method an operation calls is none of its arguments.
+        If an operation calls a method, the method's object is not an argument.
         """
 
     @input.preprocess
@@ -52,15 +52,15 @@ class Located:
         """All arguments of the call, as ``(args, kwargs)``: a tuple and a dict."""
 
     def skip(self, value: Any) -> None:
-        """Let the call return ``value`` without being made; neither it nor anything inside it runs.
+        """Skip the call and let it return ``value``. Nothing inside the module or function runs.
 
         Raises:
             OutOfOrderError: If the call has already been made.
-            ValueError: Outside a trace, or if other invokes of the batch do not skip it.
+            ValueError: Outside a trace, or if other invokes of the batch do not skip the call.
         """
         running_mediator("skip()").skip(f"{self._path}.input", value)
 
     def next(self, steps: int = 1) -> Self:
-        """Let later requests of this block ask for the occurrence ``steps`` further on; returns this object."""
+        """Let later requests of this block ask for a later occurrence, ``steps`` (0 or more) after the current one; returns this object."""
         running_mediator("next()").advance(steps)
         return self

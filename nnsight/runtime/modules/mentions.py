@@ -1,7 +1,7 @@
 """The operations that a block mentions.
 
-A compiled model must be captured with operations before the block requests them. So the code of a block, and of the functions it calls, is
-searched for names behind ``.source``. An operation whose name is made at run time becomes known too late for that run.
+A compiled model must be captured with taps for operations before the block requests them. So the code of a block, and of the functions it
+calls, is searched for names after ``.source``. An operation whose name is computed at run time is found too late for that run.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-#: Names that follow ``.source`` in a block, one tuple for each chain of attributes: ``x.source.a_0.source.b_0`` is ``(a_0, b_0)``.
+#: The operation names of a block, one tuple for each chain of attributes: ``x.source.a_0.source.b_0`` gives ``("a_0", "b_0")``.
 Chains = frozenset[tuple[str, ...]]
 
 _OPERATION_NAME = re.compile(r"_\d+$")
 
 
 def mentioned_chains(code: types.CodeType, functions: Callable[[str], Any]) -> Chains:
-    """Return the operations that the ``code`` of a block, and the functions it calls, mention; ``functions`` resolves names."""
+    """Return the operations that the ``code`` of a block and the functions it calls mention; ``functions`` finds functions by name."""
     found: set[tuple[str, ...]] = set()
     seen: set[types.CodeType] = set()
     pending = [(code, functions)]
@@ -48,7 +48,7 @@ def _chains_in(code: types.CodeType) -> set[tuple[str, ...]]:
         if name == "source":
             chain, expect_name = chain or [], True
         elif name is not None and _OPERATION_NAME.search(name):
-            # Also a name that does not follow `.source` at once: the source may be in a variable.
+            # The name need not directly follow `.source`, because the source may be in a variable.
             chain = [*chain, name] if chain is not None and expect_name else [name]
             expect_name = False
             found.add(tuple(chain))

@@ -1,13 +1,12 @@
-"""Operations: the calls and assignments inside a Python function, as locations of their own.
+"""Operations: the calls and assignments inside a Python function, each with its own locations.
 
-To stop a run at a call inside ``forward``, that function is compiled a second time from its syntax tree, with each ``f(x)`` turned into
-``operation(f, x)``. Such an ``operation`` intercepts the call as the call of a module is intercepted
-(:func:`~nnsight.runtime.modules.interception.intercepted`). Positions stay those of the file, so tracebacks and debuggers show the user's
-model.
+To stop a run at a call inside ``forward``, that function is compiled a second time from its syntax tree, with each ``f(x)`` rewritten to
+``operation(f, x)``. An ``operation`` intercepts its call like the call of a module (:func:`.intercepted`). The rewritten code keeps the
+positions of the file, so tracebacks and debuggers show the source of the model.
 
-An operation is named after what is called, with underscores for dots, and numbered in the order of evaluation, an inner call
-before the one around it: in ``self.c_proj(x.view(y))`` there are ``x_view_0`` and ``self_c_proj_0``. The function that an
-operation calls can be looked into in turn. The rewritten functions belong to one tree of modules and are installed for the time of a run.
+An operation is named after the expression that it calls, with underscores for dots. It is numbered in the order of evaluation, so an inner
+call comes before the call around it: ``self.c_proj(x.view(y))`` has ``x_view_0`` and ``self_c_proj_0``. The function that an operation
+calls can be opened in turn. The rewritten functions belong to one tree of modules and are installed for the time of a run.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ _ORIGINAL = "__nnsight_original__"
 
 
 def layers_of(function: Any, what: str) -> list[types.FunctionType]:
-    """Return ``function``, which messages call ``what``, and, innermost last, the functions that its decorators wrapped.
+    """Return ``function`` and the functions that its decorators wrapped, the innermost last. Messages call the function ``what``.
 
-    Of an object of a class with ``__call__`` it is that method.
+    For an object whose class has a ``__call__`` in Python, the first function is that method. Raises SourceError for other callables.
     """
     if isinstance(function, torch.nn.Module):
         raise SourceError(f"{what} is a module ({type(function).__name__}): use the `.source` of its own envoy.")
     if isinstance(function, type):
-        raise SourceError(f"{what} makes a `{function.__name__}`; only functions can be looked into.")
+        raise SourceError(f"{what} calls the class `{function.__name__}`; only the source of functions can be opened.")
     function = getattr(function, "__func__", function)
     function = getattr(function, _ORIGINAL, function)
     function = _call_of(function) or function
@@ -55,7 +54,7 @@ def layers_of(function: Any, what: str) -> list[types.FunctionType]:
 
 
 def _call_of(callee: Any) -> types.FunctionType | None:
-    """Return the method that a call of an object runs, if its class has one in Python; None for functions, classes and modules."""
+    """Return the Python method ``__call__`` of the class of an object, or None; None also for functions, classes and modules."""
     call = None if isinstance(callee, (type, torch.nn.Module)) else type(callee).__call__
     return call if isinstance(call, types.FunctionType) else None
 
@@ -65,29 +64,29 @@ def _itself(value: Any) -> Any:
 
 
 def _replaced_cell(layer: types.FunctionType, old: Any, new: Any) -> types.FunctionType:
-    """Return ``layer``, a decorator's wrapper, around ``new`` in place of ``old``."""
+    """Return a copy of ``layer``, a decorator's wrapper, that wraps ``new`` in place of ``old``."""
     closure = layer.__closure__ or ()
     cells = [types.CellType(new) if is_bound(cell) and cell.cell_contents is old else cell for cell in closure]
     if cells == list(closure):
-        raise SourceError(f"A decorator of `{old.__qualname__}` keeps it where it cannot be replaced.")
+        raise SourceError(f"A decorator of `{old.__qualname__}` does not keep it in a closure variable, where it could be replaced.")
     made = with_cells(layer, cells)
     made.__wrapped__ = new
     return made
 
 
 class Operations:
-    """The functions of one tree of modules whose operations are watched; ``traced_call`` as for :func:`.intercepted`."""
+    """The rewritten functions of one tree of modules: those that were *opened*, so that runs stop at their operations."""
 
     def __init__(self, traced_call: TracedCall | None = None) -> None:
-        self.opened: set[str] = set()  # paths of the modules, and of the operations, that were looked into
-        self.refused: dict[str, str] = {}  # why the function that an operation called could not be looked into, by its path
-        #: What operations called that only a run can tell, by path, as of the latest call.
+        self.opened: set[str] = set()  # paths of the modules and operations whose functions are open
+        self.refused: dict[str, str] = {}  # why the function that an operation called could not be opened, by path of the operation
+        #: The function of each opened module or operation, by path, as of the latest call or installation.
         self.called: weakref.WeakValueDictionary[str, types.FunctionType] = weakref.WeakValueDictionary()
         self._traced_call = traced_call
         self._made: dict[str, weakref.WeakKeyDictionary[types.FunctionType, types.FunctionType]] = {}
 
     def open(self, path: str) -> bool:
-        """Watch the operations of the function at ``path`` from now on; return whether that is new."""
+        """Open the function at ``path``; return False if it is already open."""
         if path in self.opened:
             return False
         self.opened.add(path)
@@ -96,7 +95,7 @@ class Operations:
         return True
 
     def intercept(self, path: str, function: Any) -> Any:
-        """Return ``function``, found at ``path``, with its operations intercepted."""
+        """Return a version of ``function``, which is at ``path``, with intercepted operations; SourceError if it has no Python source."""
         owner = function if _call_of(function) else getattr(function, "__self__", None)
         layers = layers_of(function, f"`{path}`")
         self.refused.pop(path, None)
@@ -117,13 +116,13 @@ class Operations:
         for number, operation in enumerate(listing.operations.values()):
             made = self._operation if operation.callee is not None else self._assignment
             cells[OPERATION.format(number)] = types.CellType(made(f"{path}.source.{operation.name}"))
-        # Dynamo keeps what it compiled on the code object: each module has its own.
+        # Dynamo caches compiled code by code object, so each module gets its own.
         code = listing.code.replace(co_name=listing.code.co_name)
         closure = tuple(cells[name] for name in code.co_freevars)
         return with_cells(function, closure, code)
 
     def _assignment(self, path: str) -> Callable[[Any], Any]:
-        """Return what the value of an assignment passes."""
+        """Return the function that the value of the assignment at ``path`` passes through."""
         watched = intercepted(path, self._traced_call)
 
         def assigned(value: Any) -> Any:
@@ -132,7 +131,7 @@ class Operations:
         return assigned
 
     def _operation(self, path: str) -> Callable[..., Any]:
-        """Return what an operation calls in place of the function."""
+        """Return the function that makes the call of the operation at ``path``: ``(callable, *args, **kwargs) -> result``."""
         watched = intercepted(path, self._traced_call)
         if path not in self.opened:
             return watched
@@ -140,7 +139,7 @@ class Operations:
         traced = types.SimpleNamespace()
 
         def keep(function: Any) -> str:
-            """Keep the rewritten function where dynamo finds it; it calls this while it traces, for the name."""
+            """Store the rewritten function where dynamo finds it, and return its name. Dynamo makes this call while it traces."""
             name = f"function_{id(function)}"
             setattr(traced, name, self._intercept_or_refuse(path, function))
             return name
@@ -159,7 +158,7 @@ class Operations:
             if call is not None:
                 return watched(types.MethodType(rewritten(call), function), *args, **kwargs)
             if not is_compiling():
-                self._intercept_or_refuse(path, function)  # refuses: it is no Python function
+                self._intercept_or_refuse(path, function)  # it is no Python function, so this records the reason
             return watched(function, *args, **kwargs)
 
         return opened_operation
@@ -168,11 +167,11 @@ class Operations:
         try:
             return self.intercept(path, function)
         except SourceError as error:
-            self._tell(path, str(error))
+            self._refuse(path, str(error))
             return function
 
-    def _tell(self, path: str, reason: str) -> None:
-        """Raise the reason in the blocks that wait for something inside the function."""
+    def _refuse(self, path: str, reason: str) -> None:
+        """Record why the function at ``path`` cannot be opened, and raise the reason in blocks that wait for one of its operations."""
         self.refused[path] = reason
         run = active_interleaver()
         for mediator in () if run is None else run.mediators:
@@ -187,7 +186,7 @@ def forward_of(module: torch.nn.Module) -> tuple[str, Any]:
 
 
 def resolved_callee(operation: Operation, module: torch.nn.Module, function: types.FunctionType) -> Any:
-    """Return what ``operation`` of ``function``, a method of ``module``, calls, or ``None`` if only a run can tell."""
+    """Return the object that ``operation`` of ``function``, a method of ``module``, calls; ``None`` if it is known only during a run."""
     callee, parts = (None, []) if operation.callee is None else attributes_of(operation.callee)
     if not isinstance(callee, ast.Name):
         return None

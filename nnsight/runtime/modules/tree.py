@@ -1,8 +1,8 @@
-"""The modules of one wrapped model, by path, and what a run needs of them.
+"""The module tree of a wrapped model: the paths of its modules, their interception, and their opened functions.
 
-All envoys of a model share one :class:`ModuleTree`. It refers to envoys weakly, so an envoy tree has no reference cycles and is freed with
-its last user. The tree detects submodules that were replaced, added or removed after wrapping, so that runs intercept the modules that the
-model has.
+All envoys of a model share one :class:`ModuleTree`. It refers to envoys weakly, so there are no reference cycles, and envoys are freed with
+their last user. The tree detects submodules that were replaced, added or removed after wrapping, so that runs intercept the present modules
+of the model.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _trees: weakref.WeakValueDictionary[int, ModuleTree] = weakref.WeakValueDictiona
 
 
 class ModuleTree:
-    """Paths of the modules below ``root``.
+    """The modules of ``root``, itself included, with their paths.
 
-    A module that is reachable by several paths has one location, that of the first path.
+    A module that is reachable by several paths has the locations of the first path only.
 
     Args:
         root: The wrapped module.
         path: Prefix of all locations.
-        traced_call: What intercepted calls do while dynamo traces them.
+        traced_call: Makes intercepted calls while dynamo traces them, see :func:`.intercepted`.
     """
 
     @classmethod
     def of(cls, root: torch.nn.Module, traced_call: TracedCall | None = None, path: str = "model") -> ModuleTree:
-        """Return the tree of ``root`` under ``path``; several wrappers of one model under one path, and their runs, share it."""
+        """Return the tree of ``root`` with the prefix ``path``. All wrappers of one model with the same arguments share one tree."""
         found = _trees.get(id(root))
         if found is None or found.root is not root or found._traced_call is not traced_call or found.path != path:
             found = _trees[id(root)] = cls(root, path, traced_call)
@@ -48,7 +48,7 @@ class ModuleTree:
 
     @classmethod
     def with_module(cls, module: torch.nn.Module) -> ModuleTree | None:
-        """Return the tree of a wrapped model that ``module`` is part of; None if there is none."""
+        """Return the tree of a wrapped model that contains ``module``, or None."""
         return next((tree for tree in list(_trees.values()) if module in tree.paths), None)
 
     def __init__(self, root: torch.nn.Module, path: str = "model", traced_call: TracedCall | None = None) -> None:
@@ -59,18 +59,18 @@ class ModuleTree:
         self._mentioned: set[tuple[int, Chains]] = set()
         self._opening = threading.RLock()
         self.paths: dict[torch.nn.Module, str] = {}
-        self._shown: list[tuple[torch.nn.Module, str]] = []  # modules that are no children, by who has them and under which attribute
-        self.version = 0  # grows whenever the modules, or what is attached to them, are found to have changed
+        self._attribute_modules: list[tuple[torch.nn.Module, str]] = []  # owner and name of modules that are no children
+        self.version = 0  # grows when a change of the modules, their hooks or their `forward` is detected
         self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
         self._leaves: list[dict[str, torch.nn.Module | None]] = []
         self._instrumentation: Instrumentation | None = None
         self.roots: weakref.WeakSet[Envoy] = weakref.WeakSet()  # the root envoys
-        self.fakes: Mapping[str, Any] = {}  # what passed each location in the latest scan: fake tensors, which have no memory
+        self.fakes: Mapping[str, Any] = {}  # the values at each location in the latest scan, with fake tensors, which use no memory
         self._scan()
 
     def _scan(self) -> None:
         named = dict(self.root.named_modules())
-        for owner, name in self._shown:
+        for owner, name in self._attribute_modules:
             module, path = getattr(owner, name, None), next((path for path, known in named.items() if known is owner), None)
             if isinstance(module, torch.nn.Module) and path is not None:
                 found = module.named_modules(prefix=f"{path}.{name}".removeprefix("."))
@@ -85,24 +85,24 @@ class ModuleTree:
         self._instrumentation = None
 
     def take_in(self, owner: torch.nn.Module, name: str) -> None:
-        """Take in the module that ``owner`` has as an attribute ``name`` and not as a child, and those below it; also for active runs."""
+        """Add a module that is the attribute ``name`` of ``owner`` and not a child, with its submodules. Active runs intercept them too."""
         running, before = self._instrumentation, set(self.paths)
-        self._shown.append((owner, name))
+        self._attribute_modules.append((owner, name))
         self._scan()
         if running is not None:
             running.include({path: module for module, path in self.paths.items() if module not in before})
             self._instrumentation = running
 
     def replace_root(self, root: torch.nn.Module) -> list[Envoy]:
-        """Make ``root`` the model; return the root envoys, which must mirror it."""
+        """Make ``root`` the root of the tree; return the root envoys, which must be updated."""
         if _trees.get(id(self.root)) is self:
             _trees[id(root)] = _trees.pop(id(self.root))
-        self.root, self._shown = root, []
+        self.root, self._attribute_modules = root, []
         self._scan()
         return list(self.roots)
 
     def refresh(self) -> int:
-        """Look for submodules and hooks that were added, removed or replaced; return the version of what is there now."""
+        """Detect submodules and hooks that were added, removed or replaced since the last call; return the present :attr:`version`."""
         if any(self._leaves) or any(tuple(children.values()) != known for children, known in self._parents):
             self._scan()
         elif self._attached.changed():
@@ -111,13 +111,13 @@ class ModuleTree:
 
     @property
     def instrumentation(self) -> Instrumentation:
-        """Interception of all calls in the tree; install it for the time of a run."""
+        """The interception of all calls in the tree, a context manager for the time of a run."""
         if self._instrumentation is None:
             self._instrumentation = self.intercept({path: module for module, path in self.paths.items()})
         return self._instrumentation
 
     def intercept(self, modules: Mapping[str, torch.nn.Module]) -> Instrumentation:
-        """Return the interception of all calls of ``modules``: those of the tree, or copies of them, by path."""
+        """Return the interception of all calls of ``modules``, by path: the modules of the tree, or copies of them."""
         made = Instrumentation(modules, self._traced_call)
         for path in self._operations.opened & modules.keys():
             self._replace_forward(made, path, modules[path])
@@ -126,8 +126,8 @@ class ModuleTree:
     # -- operations ------------------------------------------------------------------------------------------------
 
     def open_source(self, path: str, run: Interleaver | None = None) -> None:
-        """Let runs, and the ``run`` in which a block asks for it, stop at the operations of the function at ``path``."""
-        with self._opening:  # another thread that asks for the same goes on when it is installed
+        """Let runs stop at the operations of the function at ``path``, including ``run``, the active run whose block asks for them."""
+        with self._opening:  # another thread that opens the same function continues when it is installed
             self._open_source(path, run)
 
     def _open_source(self, path: str, run: Interleaver | None) -> None:
@@ -145,15 +145,15 @@ class ModuleTree:
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Why functions that operations called could not be looked into, by the path of the operation."""
+        """The reasons why functions that operations called could not be opened, by the path of the operation."""
         return self._operations.refused
 
     def called_at(self, path: str) -> Any:
-        """Return the function that the operation at ``path`` called last while it was looked into; ``None`` if it was not."""
+        """Return the function that the operation at ``path`` last called while it was open; ``None`` without such a call."""
         return self._operations.called.get(path)
 
     def unknown_operation(self, location: str) -> str | None:
-        """Say that ``location``, where nothing passed, is one of an operation that the function that a run called does not have."""
+        """Return an error message if ``location`` belongs to an operation that the called function does not have; otherwise ``None``."""
         path, found, name = location.rpartition(".source.")
         called = self.called_at(path) if found else None
         if called is None:
@@ -164,16 +164,16 @@ class ModuleTree:
 
     @property
     def opened(self) -> int:
-        """How many functions were looked into; it only grows."""
+        """The number of opened functions; it never decreases."""
         return len(self._operations.opened)
 
     @property
     def sources(self) -> frozenset[str]:
-        """Paths of the functions that were looked into."""
+        """The paths of the opened functions."""
         return frozenset(self._operations.opened)
 
     def open_mentioned(self, chains: Chains) -> None:
-        """Let runs stop at the operations that ``chains`` may mean: those with such a name, in any module."""
+        """Let runs stop at all operations that ``chains`` may mention: the operations with these names, in any module."""
         known = self.version, chains
         if known in self._mentioned:
             return
@@ -192,19 +192,19 @@ class ModuleTree:
                     for name in chain[1:]:
                         self.open_source(inside)
                         inside = f"{inside}.source.{name}"
-        self._mentioned.add(known)  # last: another thread that finds it need not open them
+        self._mentioned.add(known)  # last, because another thread that finds it here skips the work
 
     def callee(self, path: str, operation: Operation) -> Any:
-        """Return what ``operation`` of the ``forward`` of the module at ``path`` calls; ``None`` if only a run can tell."""
+        """Return the object that ``operation`` in ``forward`` of the module at ``path`` calls; ``None`` if it is known only in a run."""
         module = self.module_at(path)
         return None if module is None else resolved_callee(operation, module, layers_of(forward_of(module)[1], path)[-1])
 
     def module_at(self, path: str) -> torch.nn.Module | None:
-        """Return the module at ``path``, or ``None``."""
+        """Return the module at ``path``, or ``None`` if there is no module."""
         return next((module for module, known in self.paths.items() if known == path), None)
 
     def _replace_forward(self, instrumentation: Instrumentation, path: str, module: torch.nn.Module) -> None:
-        operations = self._operations  # not this tree, which has the interception
+        operations = self._operations  # a closure over `self` would be a reference cycle, because the tree owns the interception
 
         def replacement() -> tuple[dict[str, Any], str, Any]:
             name, function = forward_of(module)
@@ -213,7 +213,7 @@ class ModuleTree:
         instrumentation.replace(path, replacement)
 
     def names(self) -> Iterable[str]:
-        """Yield the paths of all modules."""
+        """Return the paths of all modules."""
         return self.paths.values()
 
 

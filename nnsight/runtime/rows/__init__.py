@@ -1,1 +1,1 @@
-"""The batch axis: several inputs in one forward pass, and which rows of each value belong to which of them."""
+"""The batch axis: several inputs run in one forward pass, and each value is divided into the rows of each input."""

@@ -1,19 +1,19 @@
-"""Which dimension of a tensor has the rows of the batch.
+"""The batch axis of each tensor: the dimension that has the rows of the batch.
 
-Sizes do not tell: ``[2, 768]`` may be two prompts or two experts, ``[6, 2, 768]`` may have its two prompts in the middle. So
-:mod:`~nnsight.runtime.probing` runs the model twice on fake tensors, with two other numbers of rows. The dimension that grows with the rows
-has them, and a tensor without such a dimension belongs to all invokes. This is done once for a model and a kind of input; after that a
-location costs a look-up.
+The size of a dimension does not identify it: ``[2, 768]`` may be two prompts or two experts, and ``[6, 2, 768]`` may have its two prompts
+in the middle. So :mod:`~nnsight.runtime.probing` runs the model twice on fake tensors, with two different numbers of rows. The dimension
+that grows with the rows is the batch axis, and a tensor without such a dimension belongs to all invokes. The probe runs once for each model
+and kind of input; after that, a location costs a look-up.
 
-* A dimension may have several entries for each row, such as the ``[batch * sequence]`` of a router; :class:`Rows` has their order.
+* A batch axis may have several entries for each row, such as the ``[batch * sequence]`` of a router. :class:`Rows` has their order.
 * If two dimensions grow with the rows (scores of every row against every row), the first is narrowed.
-* Sizes are taken from the tensor at hand, so sequences and beams may grow. A tensor whose size is no multiple of the number of rows
-  is given whole.
-* Where the probe saw nothing (an optional argument, or a model that does not run on fakes), the first dimension has the rows if it has
-  their number.
+* Sizes are taken from the tensor of the run, so sequences and beams may grow. A tensor whose size is no multiple of the number of rows
+  is not narrowed.
+* Where the probe has no result (an optional argument, or a model that does not run on fake tensors), the first dimension is the batch axis
+  if its size is the number of rows.
 
-The arguments of the invokes are compared with what ``_batch`` has joined: a joined dimension has as many entries as those of the invokes
-together. If ``_batch`` builds another structure, the first dimensions of its tensors are judged by their size.
+For the arguments of the model, those of the invokes are compared with the result of ``_batch``: a joined dimension has as many entries as
+the invokes have together. If ``_batch`` builds another structure, first dimensions with the number of rows are the batch axes.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from ..batched_containers import is_batched_container
 
 @dataclass(frozen=True)
 class Rows:
-    """Where the rows of a tensor are.
+    """The batch axis of a tensor, and the order of the rows' entries in it.
 
     Attributes:
-        outer: How often the batch is repeated in ``dim``: entry ``i`` belongs to row ``i // inner % rows``. It is 1 where a row's entries
-            lie side by side, as in ``x.flatten(0, 1)`` of ``[batch, sequence]``; 2 in ``cat([x, x])``; the length in ``x.flatten(0, 1)``
-            of ``[sequence, batch]``.
+        outer: How often the batch is repeated in ``dim``: entry ``i`` belongs to row ``i // inner % rows``. It is 1 if a row's entries
+            are adjacent, as in ``x.flatten(0, 1)`` of ``[batch, sequence]``; 2 in ``cat([x, x])``; the length of the sequence in
+            ``x.flatten(0, 1)`` of ``[sequence, batch]``.
     """
 
-    dim: int  # the dimension
-    rank: int | None = None  # how many dimensions the tensor has; `None` where the place was not probed
+    dim: int  # the batch axis
+    rank: int | None = None  # number of dimensions of the tensor; `None` if it was not probed
     outer: int = 1
-    inner: int = 1  # how many entries of a row lie side by side
-    exact: bool = False  # whether the dimension has one entry for each row
+    inner: int = 1  # number of adjacent entries of a row
+    exact: bool = False  # whether each row has exactly one entry
 
     def fit(self, tensor: torch.Tensor, count: int) -> bool:
-        """Whether ``tensor`` can have ``count`` rows here."""
+        """Whether ``tensor`` can have ``count`` rows in this way, by its number of dimensions and its size."""
         shape = tensor.shape
         if len(shape) <= self.dim or self.rank not in (None, len(shape)):
             return False
@@ -53,20 +53,20 @@ class Rows:
             return shape[self.dim] == count
         if shape[self.dim] % count:
             return False
-        # Which of both grows with a sequence is not known.
+        # It is not known whether `outer` or `inner` grows with the sequence, so the size must be that of the probe.
         return self.outer == 1 or self.inner == 1 or shape[self.dim] == self.outer * count * self.inner
 
     @property
     def scattered(self) -> bool:
-        """Whether the entries of a row do not lie side by side, so that no view has them all."""
+        """Whether the entries of a row are not adjacent, so that no view has them all."""
         return self.outer != 1
 
     def split(self, tensor: torch.Tensor, count: int) -> tuple[torch.Tensor, int, int]:
-        """Return ``tensor`` with a dimension of size ``count``, that dimension, and how many were added."""
+        """Split the batch axis so that a dimension has size ``count``; return the result, that dimension, and how many were added."""
         dim = self.dim
         if tensor.shape[dim] == count:
             return tensor, dim, 0
-        # One size is left open: which, must not depend on the sequence, or a compiled trace would be recorded for each length.
+        # One size is -1, independent of the length of the sequence: otherwise a compiled trace would be recorded again for each length.
         if self.outer == 1:
             return tensor.unflatten(dim, (count, -1)), dim, 1
         if self.inner == 1:
@@ -78,24 +78,24 @@ class Rows:
         return tensor.flatten(self.dim, self.dim + added) if added else tensor
 
 
-#: The rule where nothing is known.
+#: The rule for tensors that were not probed: the first dimension, if its size is the number of rows.
 FIRST = Rows(0, exact=True)
 
-#: The rule for what a generation returns: one or several sequences for each row.
+#: The rule for the result of a generation: one or several sequences for each row.
 SEQUENCES = Rows(0)
 
 
 @dataclass
-class Place:
-    """What is known of one occurrence of a location."""
+class OccurrenceRows:
+    """The batch axes of the value at one occurrence of a location."""
 
-    rows: dict[str, Rows | None]  # by the path of a leaf, where its rows are; `None` if it has none
-    otherwise: Rows = FIRST  # the rule for leaves that are not among them
-    #: The answers for structures that were asked for lately.
+    rows: dict[str, Rows | None]  # the batch axis of each leaf, by the leaf's path; `None` for a leaf without rows
+    otherwise: Rows = FIRST  # the rule for leaves that were not probed
+    #: A cache of the results of `of`, the latest structure first.
     known: list[tuple[pytree.TreeSpec, tuple[Rows | None, ...]]] = field(default_factory=list)
 
     def of(self, value: Any, structure: pytree.TreeSpec) -> tuple[Rows | None, ...]:
-        """Return where the rows of each leaf of ``value`` are."""
+        """Return the batch axis of each leaf of ``value``, whose pytree spec is ``structure``."""
         for other, found in self.known:
             if other == structure:
                 return found
@@ -107,23 +107,23 @@ class Place:
 
 @dataclass
 class BatchDims:
-    """What is known of the dimensions of a model's tensors, for one kind of input."""
+    """The batch axes of all values of a model, for one kind of input."""
 
-    places: dict[str, tuple[Place, ...]] = field(default_factory=dict)  # occurrences of each location in a forward pass; one, if they agree
+    by_location: dict[str, tuple[OccurrenceRows, ...]] = field(default_factory=dict)  # one for each occurrence, or one if all are equal
     in_containers: dict[str, Rows | None] = field(default_factory=dict)  # rows of tensors in batched containers, by class and attribute
 
     def of(self, location: str, occurrence: int, value: Any, structure: pytree.TreeSpec) -> Sequence[Rows | None]:
-        """Return where the rows of each leaf of ``value``, or of one of its ``structure``, are; ``None`` for a leaf without."""
-        places = self.places.get(location)
-        if places is None:
+        """Return the batch axis of each leaf of ``value`` at ``location``; ``None`` for a leaf without rows."""
+        occurrences = self.by_location.get(location)
+        if occurrences is None:
             return (FIRST,) * structure.num_leaves
-        return places[occurrence % len(places)].of(value, structure)
+        return occurrences[occurrence % len(occurrences)].of(value, structure)
 
 
 def leaf_paths(value: Any) -> list[str]:
-    """Return a name for each leaf of ``value``: its keys from the root, batched containers being leaves."""
+    """Return a path for each leaf of ``value``, such as ``[0]['hidden']``. Batched containers are leaves."""
     try:
         return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value, is_leaf=is_batched_container)[0]]
-    except ValueError:  # a container that was registered without keys
+    except ValueError:  # a container type is registered with pytree without keys
         leaves, structure = pytree.tree_flatten(value, is_leaf=is_batched_container)
         return [f"{number} of {structure}" for number in range(len(leaves))]

@@ -1,9 +1,9 @@
-"""Several inputs in one forward pass: each invoke sees its own rows.
+"""Several inputs in one forward pass: each invoke sees only its own rows.
 
-The inputs of all invokes run as one batch. A :class:`BatchGroup` has the range of rows of one invoke. At each location the invoke gets the
-value narrowed to these rows. They are views, so in-place edits change the model's value; a replacement is put between the rows of the
-others. These are ordinary tensor operations, which become part of a compiled graph. :mod:`~nnsight.runtime.rows.batch_axes` finds the
-dimension that has the rows.
+The inputs of all invokes run as one batch. A :class:`BatchGroup` is the range of rows of one invoke. At each location the invoke gets the
+value narrowed to these rows. The rows are views, so in-place edits change the model's value. A replacement is concatenated with the rows of
+the other invokes. All of this is done by ordinary tensor operations, which become part of a compiled graph.
+:mod:`~nnsight.runtime.rows.batch_axes` finds the dimension that has the rows.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .batch_axes import FIRST, BatchDims, Rows
 
 
 class RowSequence:
-    """Base of lists and arrays with an item, or several, for each row; pytree must take them for leaves."""
+    """Base class of lists and arrays with one or several items for each row. Pytree must treat a subclass as a leaf."""
 
     def part(self, items: slice) -> Any:
-        """Return some items, as an object of this class."""
+        """Return the items of a slice, as an object of this class."""
         raise NotImplementedError
 
     def put_items(self: Any, items: slice, part: Any) -> None:
-        """Replace some items."""
+        """Replace the items of a slice by those of ``part``."""
         self[items] = part
 
 
 class RowList(RowSequence, list[Any]):
-    """A list with an item, or several, for each row."""
+    """A list with one or several items for each row."""
 
     def part(self, items: slice) -> RowList:
         return RowList(self[items])
@@ -44,46 +44,46 @@ class RowList(RowSequence, list[Any]):
 class BatchGroup:
     """The rows of one invoke."""
 
-    start: int  # the first
-    size: int  # their number
-    total: int  # rows of the whole batch
-    #: Knows which dimensions have the rows. By default, first dimensions of this size do.
+    start: int  # the first row
+    size: int  # number of rows of the invoke
+    total: int  # number of rows of the whole batch
+    #: The batch axes of the model's values. By default, a first dimension of size `total` is a batch axis.
     dims: BatchDims = field(default_factory=BatchDims, compare=False)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield first row and number of rows."""
+        """Yield the first row and the number of rows."""
         return iter((self.start, self.size))
 
     def __getitem__(self, index: int) -> int:
         return (self.start, self.size)[index]
 
     def narrow(self, value: Any, location: str = "", occurrence: int = 0) -> Any:
-        """Return ``value``, which the model has at ``location``, with all tensors of the batch narrowed to these rows."""
+        """Return ``value``, the model's value at ``location``, with all its tensors narrowed to these rows."""
         return View(self, location, occurrence, value).value
 
     def view(self, location: str, occurrence: int, whole: Any) -> View:
-        """Return ``whole`` as this group sees it."""
+        """Return the view of this group on ``whole``, the value of the whole batch."""
         return View(self, location, occurrence, whole)
 
     def items_of(self, sequence: Any) -> slice:
-        """Return which items are those of this group; all if they cannot be told."""
+        """Return the slice of a sequence that belongs to this group; all items if the length is no multiple of the number of rows."""
         each, rest = divmod(len(sequence), self.total)
         return slice(None) if rest else slice(self.start * each, (self.start + self.size) * each)
 
     def rows_of(self, tensor: torch.Tensor, found: Rows | None) -> Rows | None:
-        """Return where the rows of ``tensor`` are, ``None`` if it has none; ``found`` is what its location says."""
+        """Return ``found``, the batch axis for the location of ``tensor``, if the tensor fits it; otherwise ``None``."""
         return found if found is not None and found.fit(tensor, self.total) else None
 
     def take(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Return the rows of this group: a view, unless they do not lie side by side."""
+        """Return the rows of this group in ``tensor``: a view, or a copy if the rows are scattered."""
         split, dim, added = rows.split(tensor, self.total)
         return rows.merge(split.narrow(dim, self.start, self.size), added)
 
     def put(self, location: str, tensor: torch.Tensor, rows: Rows, given: torch.Tensor, new: Any) -> torch.Tensor:
-        """Return ``tensor`` with ``new`` in place of ``given``, the rows of this group.
+        """Return a copy of ``tensor`` with ``new`` in place of ``given``, the rows of this group.
 
         Raises:
-            ReplacementShapeError: If ``new`` does not fit.
+            ReplacementShapeError: If ``new`` is not a tensor with the rank and the number of rows of ``given``.
         """
         dim = rows.dim
         if not isinstance(new, torch.Tensor) or new.dim() != given.dim() or new.shape[dim] != given.shape[dim]:
@@ -99,7 +99,7 @@ class BatchGroup:
 
 
 class View:
-    """The value at a location as one invoke gets it: :attr:`value` has the rows of ``group`` in ``whole``."""
+    """The value at a location for one invoke: :attr:`value` is ``whole``, narrowed to the rows of ``group``."""
 
     def __init__(self, group: BatchGroup, location: str, occurrence: int, whole: Any) -> None:
         self._group = group
@@ -108,9 +108,9 @@ class View:
         self._leaves, self._structure = pytree.tree_flatten(whole, is_leaf=is_batched_container)
         found = group.dims.of(location, occurrence, whole, self._structure)
         self._rows: list[Rows | None] = []
-        self._given: list[Any] = []  # apart from `value`, whose containers the block may fill anew
+        self._given: list[Any] = []  # the leaves of `value`, kept separately because the block may change its containers
         given = []
-        taken: dict[int, tuple[Rows | None, torch.Tensor]] = {}  # a tensor that occurs twice is one tensor for the block, too
+        taken: dict[int, tuple[Rows | None, torch.Tensor]] = {}  # one view for each tensor, which may occur several times
         for leaf, place in zip(self._leaves, found, strict=True):
             rows = None
             if isinstance(leaf, torch.Tensor):
@@ -135,10 +135,10 @@ class View:
         self.value = whole if unchanged else pytree.tree_unflatten(given, self._structure)
 
     def widen(self, left: Any) -> Any:
-        """Return the value of the whole batch with ``left``, the invoke's value after its turn, in its rows.
+        """Return the value of the whole batch with the invoke's rows taken from ``left``, the invoke's value after its turn.
 
         Raises:
-            ReplacementShapeError: If a replacement does not fit in place of the invoke's rows.
+            ReplacementShapeError: If a replacement does not have the shape of the invoke's rows.
         """
         left_leaves, structure = pytree.tree_flatten(left, is_leaf=is_batched_container)
         if structure != self._structure:
@@ -146,11 +146,11 @@ class View:
             raise ReplacementShapeError(f"{message} With several invokes each may replace its own rows only.")
         changed = False
         leaves = list(self._leaves)
-        made: dict[tuple[int, int, int], torch.Tensor] = {}  # and for the model
+        made: dict[tuple[int, int, int], torch.Tensor] = {}  # likewise, one tensor for the model
         for index, (given, new) in enumerate(zip(self._given, left_leaves, strict=True)):
             whole, rows = leaves[index], self._rows[index]
             if rows is not None:
-                # The model goes on with the block's own view of its rows where gradients may be asked of it.
+                # If the block may read the gradient of its view, the model continues with that view, so that the gradient flows through it.
                 followed = whole.requires_grad and torch.is_grad_enabled()
                 if given is not new or followed or rows.scattered:
                     key = id(whole), id(given), id(new)
@@ -189,7 +189,7 @@ def _rows_in_container(group: BatchGroup, place: str, tensor: torch.Tensor) -> R
 
 
 def _take_once(group: BatchGroup, taken: dict[int, torch.Tensor], place: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the group's rows of a tensor in a batched container: the same view each time."""
+    """Return the group's rows of a tensor in a batched container. Repeated calls return the same view, from ``taken``."""
     known = taken.get(id(tensor))
     if known is None:
         rows = _rows_in_container(group, place, tensor)
@@ -198,15 +198,15 @@ def _take_once(group: BatchGroup, taken: dict[int, torch.Tensor], place: str, te
 
 
 def join_rows(values: Sequence[Any], groups: Sequence[BatchGroup], location: str = "", occurrence: int = 0) -> Any:
-    """Return one value of the whole batch, for ``location``, from those of its groups, which nest alike and come in order.
+    """Join the values of the ``groups`` of a batch, which are in the order of their rows, to the value of the whole batch at ``location``.
 
     Raises:
-        ReplacementShapeError: If the values differ in structure, or in another size than the number of rows.
+        ReplacementShapeError: If the values differ in structure, or do not have the rows of their groups.
     """
     flat = [pytree.tree_flatten(value) for value in values]
     structure = flat[0][1]
     if any(other != structure for _, other in flat):
-        raise ReplacementShapeError("The invokes of one batch give values of different structure for one module.")
+        raise ReplacementShapeError(f"The invokes of one batch give values of different structure for `{location}`.")
     found = groups[0].dims.of(location, occurrence, values[0], structure)
     joined = []
     for rows, leaves in zip(found, zip(*(leaves for leaves, _ in flat), strict=True), strict=True):
@@ -225,7 +225,7 @@ def join_rows(values: Sequence[Any], groups: Sequence[BatchGroup], location: str
         if not all(fitting) or len(entries) > 1:
             raise ReplacementShapeError(
                 f"The invokes give values for `{location}` of {[tuple(getattr(leaf, 'shape', ())) for leaf in leaves]}, which "
-                f"do not fit {[group.size for group in groups]} rows in dimension {rows.dim}: each gives its own rows."
+                f"do not fit {[group.size for group in groups]} rows in dimension {rows.dim}: each invoke must give its own rows."
             )
         split = [rows.split(leaf, group.size) for leaf, group in zip(leaves, groups, strict=True)]
         _, dim, added = split[0]

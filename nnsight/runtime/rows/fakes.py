@@ -1,11 +1,11 @@
-"""Fakes of a model and its arguments: tensors with sizes and types and no values.
+"""Fake copies of a model and its arguments, with fake tensors.
 
-The model is *copied*, with fakes for its tensors, so a run of the copy changes no buffer, cache or attribute of the model. Hooks of
-libraries that build models with hooks are copied too; hooks of the user are not, and do not run. :func:`isolated` keeps random number
-generators as they are, and recorders of calls out.
+The model is *copied*, with fake tensors in place of its tensors, so a run of the copy changes no buffer, cache or attribute of the model.
+Hooks of libraries that build models with hooks are copied too. Hooks of the user are not copied, and do not run. :func:`isolated` protects
+the random number generators, and keeps modes that record calls from seeing the run.
 
-Where a model asks a fake for its value, :class:`Guesses` answers: a number is one, a truth value is false, what a model checks
-(``torch._check_tensor_all``) holds, and a condition that selects entries holds for one.
+Fake tensors have no values. If a model asks for a value, :class:`Guesses` answers: a number is 1, a truth value is False, a condition that
+the model checks (``torch._check_tensor_all``) is True, and a mask that selects entries selects one.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from ...shared_changes import SharedChange
 from ...tracing.parsing import with_cells
 from ..batched_containers import on_tensors
 
-#: Warning filters and random number generators belong to the process.
+#: Guards warning filters and random number generators, which belong to the process.
 _lock = threading.RLock()
 
 #: Packages whose hooks are part of a model.
 _LIBRARIES = {"torch", "transformers", "accelerate", "diffusers", "peft"}
 
-#: Largest size of what counts values or repeats by values, in programs: no size of an argument bounds it.
+#: Largest size that is assumed for results of ``bincount`` and ``repeat_interleave`` in programs. The sizes of arguments do not bound it.
 MOST_COUNTED = 2**16
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -53,23 +53,23 @@ def _is_no_failure(record: logging.LogRecord) -> bool:
     return not record.exc_info
 
 
-#: Where torch logs a traceback for each operation that fails on fake tensors.
+#: The logger to which torch writes a traceback for each operation that fails on fake tensors.
 _log = logging.getLogger(FakeTensorMode.__module__)
 
-#: Keeps such tracebacks out of the log: the error itself says as much.
+#: Keeps these tracebacks out of the log, because the error contains the same information.
 quiet_fakes = SharedChange(lambda: _log.addFilter(_is_no_failure), lambda _: _log.removeFilter(_is_no_failure))
 
 
 class Guesses(TorchDispatchMode):
-    """Answers where a model asks fakes for values."""
+    """Answers a model that asks a fake tensor for a value, see the module docstring."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.made = 0  # how often it did
+        self.made = 0  # number of answers so far
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
-            if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # which fakes of torch refuse
+            if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel refuses it
                 return _product_of_groups(*args, **(kwargs or {}))
             made = func(*args, **(kwargs or {}))
             if func is torch.ops.aten._is_all_true.default:
@@ -94,7 +94,7 @@ class Guesses(TorchDispatchMode):
 def _product_of_groups(
     one: torch.Tensor, other: torch.Tensor, offs: torch.Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Return the fake of ``aten._grouped_mm``: ``[m, k] x [g, k, n] -> [m, n]`` for experts, and likewise with groups elsewhere."""
+    """Return the fake result of ``aten._grouped_mm``: ``[m, k] x [g, k, n] -> [m, n]`` for experts; groups may be in other dimensions."""
     rows, columns = one.shape[-2], other.shape[-1]
     if one.dim() == other.dim():
         groups = [one.shape[0]] if offs is None else [offs.shape[0]]
@@ -103,9 +103,9 @@ def _product_of_groups(
 
 
 def fake_argument(leaf: Any, dim: int | None, total: int, rows: int, mode: FakeTensorMode) -> Any:
-    """Return a fake of an argument, with ``rows`` rows in place of ``total``."""
+    """Return a fake copy of an argument with ``rows`` rows in its dimension ``dim``, in place of ``total`` rows."""
     if not isinstance(leaf, torch.Tensor):
-        with FakeCopyMode(mode), contextlib.suppress(Exception):  # what cannot be copied is shared
+        with FakeCopyMode(mode), contextlib.suppress(Exception):  # an object that cannot be copied is shared
             leaf = copy.deepcopy(leaf)
         return on_tensors(
             leaf,
@@ -119,13 +119,13 @@ def fake_argument(leaf: Any, dim: int | None, total: int, rows: int, mode: FakeT
 
 
 def result_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], size: Callable[[int], Any]) -> Any:
-    """Return the fake of a result whose size depends on values, or ``None`` for an operator that is not known.
+    """Return the fake result of an operator whose result size depends on values, or ``None`` for an unknown operator.
 
     Args:
         func: The operator.
-        args: Its arguments, fakes among them.
-        kwargs: Likewise, by name.
-        size: Returns the size of a dimension, given the largest possible one.
+        args: Its positional arguments, with fake tensors.
+        kwargs: Its arguments by name.
+        size: Chooses the size of a dimension, given the largest possible size.
     """
     given: dict[str, Any] = {argument.name: argument.default_value for argument in func._schema.arguments}
     given |= dict(zip(given, args, strict=False)) | kwargs
@@ -157,7 +157,7 @@ def result_of_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], siz
 
 
 def places(index: torch.Tensor | None, size: Callable[[int], Any]) -> list[torch.Tensor | None]:
-    """Return the indices that are made of an index: several of a condition, each of ``size(largest)`` entries."""
+    """Return the integer indices for ``index``: a mask becomes one index for each dimension, with ``size(largest)`` entries each."""
     if index is None or index.dtype not in (torch.bool, torch.uint8):
         return [index]
     count = size(index.numel())
@@ -167,10 +167,10 @@ def places(index: torch.Tensor | None, size: Callable[[int], Any]) -> list[torch
 def fake_modules(
     root: torch.nn.Module, mode: FakeTensorMode, device: torch.device | str = "cpu"
 ) -> dict[torch.nn.Module, torch.nn.Module]:
-    """Return a copy of each module below ``root``, with fakes for tensors and copies of everything else they hold.
+    """Return a copy of each module of ``root``, with fake tensors and deep copies of all other attributes.
 
-    Weights on the meta device, as those of a model that is not loaded yet, become fakes on ``device``; those that FSDP has sharded, fakes
-    of the whole.
+    Weights on the meta device, such as those of a model that is not loaded yet, become fake tensors on ``device``. Weights that FSDP has
+    sharded become fake tensors of the full size.
     """
     copies = {module: object.__new__(type(module)) for module in root.modules()}
     memo: dict[int, Any] = {id(module): made for module, made in copies.items()}
@@ -190,7 +190,7 @@ def fake_modules(
                 kept = value
                 if name in _HOOKS:
                     kept = OrderedDict((key, hook) for key, hook in value.items() if _belongs(hook))
-                with contextlib.suppress(Exception):  # what cannot be copied, a lock, say, is shared
+                with contextlib.suppress(Exception):  # an object that cannot be copied, such as a lock, is shared
                     kept = copy.deepcopy(kept, memo)
                 if isinstance(kept, types.FunctionType):
                     kept = _about_copies(kept, memo)
@@ -200,7 +200,7 @@ def fake_modules(
 
 
 def _sharded(modules: Iterable[torch.nn.Module]) -> set[int]:
-    """Return the parameters that FSDP (``fully_shard``) gathers before a call, so that modules see all of them."""
+    """Return the ids of the parameters that FSDP (``fully_shard``) gathers before a call, so that modules see their full size."""
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return set()
@@ -209,11 +209,11 @@ def _sharded(modules: Iterable[torch.nn.Module]) -> set[int]:
 
 
 def _about_copies(function: types.FunctionType, memo: dict[int, Any]) -> types.FunctionType:
-    """Return a function set on a module, such as a ``forward`` around the former one, that calls the copies instead."""
+    """Return a copy of a function that is set on a module, such as a wrapped ``forward``. Its closure refers to the copied modules."""
     bound = (torch.nn.Module, types.MethodType, functools.partial)
     cells = list(function.__closure__ or ())
     for index, cell in enumerate(cells):
-        with contextlib.suppress(ValueError):  # a variable that is not bound yet
+        with contextlib.suppress(ValueError):  # the variable is not bound yet
             content = cell.cell_contents
             if isinstance(content, types.FunctionType):
                 cells[index] = types.CellType(_about_copies(content, memo))
@@ -226,7 +226,7 @@ def _about_copies(function: types.FunctionType, memo: dict[int, Any]) -> types.F
 
 
 def _belongs(hook: Any) -> bool:
-    """Whether a hook is part of the model; those of FSDP gather parameters, of which copies have all."""
+    """Whether a hook is part of the model. FSDP's hooks gather parameters, and copies have the full parameters already."""
     function = getattr(hook, "func", hook)
     defined_in = getattr(function, "__module__", None) or type(function).__module__
     return defined_in.partition(".")[0] in _LIBRARIES and not defined_in.startswith("torch.distributed.fsdp")
@@ -234,7 +234,7 @@ def _belongs(hook: Any) -> bool:
 
 @contextlib.contextmanager
 def same_generators() -> Iterator[None]:
-    """Leave the random number generators of torch, Python and numpy as they are."""
+    """Restore the states of the random number generators of torch, Python and numpy at the end of this context."""
     python, numpy = random.getstate(), sys.modules.get("numpy")
     state = None if numpy is None else numpy.random.get_state()
     try:
@@ -248,7 +248,7 @@ def same_generators() -> Iterator[None]:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Keep recorders of calls out, and leave random number generators and warnings as they are."""
+    """Run without function and dispatch modes and without warnings, and restore the random number generators. Default devices stay on."""
     with _lock, contextlib.ExitStack() as stack:
         device = torch.get_default_device()
         while torch._C._len_torch_function_stack():

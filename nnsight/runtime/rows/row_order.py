@@ -1,9 +1,9 @@
-"""The order in which a dimension has the entries of the rows, followed through the operations of a run on fakes.
+"""The order of the rows' entries in a batch axis, followed through the operations of a run on fake tensors.
 
-The size 12 of six tokens times two rows does not tell whether the tokens of a row lie side by side (``[batch, sequence]``, flattened) or
-the rows of a token do (``[sequence, batch]``, flattened), or whether a batch was doubled. Views, ``cat``, ``repeat`` and
-``repeat_interleave`` change the order, sorting mixes the rows, and all other operations keep the order of their inputs. The inverse of the
-permutation that a sort returns brings the order back, as in a mixture of experts.
+The size of a batch axis does not determine the order. In an axis of size 12, from six tokens times two rows, the tokens of a row may be
+adjacent (``[batch, sequence]``, flattened), or the rows of a token (``[sequence, batch]``, flattened), or the batch may be doubled. So each
+operation is followed: views, ``cat``, ``repeat`` and ``repeat_interleave`` change the order, sorting mixes the rows, and all other
+operations keep the order of their inputs. The inverse of a sort's permutation restores the order, as in a mixture of experts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: The rows were sorted by something else: no rule says which entry is whose.
+#: The order of entries that were sorted by something other than their rows: it is not known which entry belongs to which row.
 MIXED = 0
 
+#: Attribute of a fake tensor with the result of `outer_of`.
 _TAG = "_nnsight_outer"
 
-#: Of a permutation that a sort has returned: the order of what was sorted.
+#: Attribute of a permutation that a sort has returned: the order before the sort.
 _BEFORE = "_nnsight_before"
 
 _aten = torch.ops.aten
@@ -36,17 +37,17 @@ _PUTS = {
 
 
 def batch_dim(shape: Iterable[int], rows: int) -> int | None:
-    """Return the first dimension with a multiple of ``rows`` entries."""
+    """Return the first dimension whose size is a multiple of ``rows``, or ``None``."""
     return next((dim for dim, size in enumerate(shape) if size and size % rows == 0), None)
 
 
 def outer_of(tensor: torch.Tensor) -> int:
-    """Return how often the batch is repeated in its dimension of ``tensor``, or :data:`MIXED`."""
+    """Return how often the batch is repeated in the batch axis of ``tensor``, or :data:`MIXED`."""
     return int(getattr(tensor, _TAG, 1))
 
 
 class RowOrder(TorchDispatchMode):
-    """Follows the order of the rows; their number ``rows`` divides no other size."""
+    """Follows the order of the rows through all operations. The number of rows, ``rows``, must divide no other size."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -93,24 +94,24 @@ class RowOrder(TorchDispatchMode):
             return orders.pop()
         if orders:
             return MIXED
-        # A part of a dimension that has the batch several times, as `chunk` takes it.
+        # A part of a batch axis that repeats the batch, such as a result of `chunk`.
         if first is not None and outer_of(first) > 1 and self._entries(first) > entries:
             outer, rest = divmod(outer_of(first) * entries, self._entries(first))
             return MIXED if rest else outer
         return 1
 
     def _entries(self, tensor: torch.Tensor) -> int:
-        """Return how many entries of each row the batch dimension has; 0 without one."""
+        """Return the number of entries of each row in the batch axis; 0 without a batch axis."""
         dim = batch_dim(tensor.shape, self._rows)
         return 0 if dim is None else tensor.shape[dim] // self._rows
 
     def _after_view(self, given: torch.Tensor, result: torch.Tensor, dim: int, entries: int) -> int:
-        """Return the order after a view, which keeps all elements in their sequence."""
+        """Return the order after a view, which keeps the sequence of all elements."""
         before = batch_dim(given.shape, self._rows)
         outer = outer_of(given)
         if before is None or outer == MIXED:
             return MIXED if outer == MIXED else 1
-        stride = self._entries(given) // outer * math.prod(given.shape[before + 1 :])  # of a step from row to row
+        stride = self._entries(given) // outer * math.prod(given.shape[before + 1 :])  # elements between neighbouring rows
         inner, rest = divmod(stride, math.prod(result.shape[dim + 1 :]))
         if rest or inner == 0 or entries % inner:
             return MIXED
@@ -120,13 +121,13 @@ class RowOrder(TorchDispatchMode):
     def _after_sort(packet: Any, given: torch.Tensor, result: torch.Tensor, number: int) -> int:
         """Return the order after sorting the rows; ``number`` of the result is 0 for values and 1 for the permutation."""
         if packet is _aten.argsort or (packet is _aten.sort and number == 1):
-            if hasattr(given, _BEFORE):  # the inverse
+            if hasattr(given, _BEFORE):  # sorting a permutation returns its inverse
                 return int(getattr(given, _BEFORE))
             setattr(result, _BEFORE, outer_of(given))
         return MIXED
 
     def _after_cat(self, parts: list[torch.Tensor]) -> int:
-        """Return the order after putting batches behind each other."""
+        """Return the order after the concatenation of batches along the batch axis."""
         parts = [part for part in parts if part.numel()]
         inner = {self._entries(part) // max(outer_of(part), 1) for part in parts}
         if len(inner) > 1 or 0 in inner or any(outer_of(part) == MIXED for part in parts):

@@ -1,1 +1,1 @@
-"""Model and block on one thread: the greenlets of blocks, and the modes of torch that each side keeps for itself."""
+"""Model and blocks on one thread: the greenlets of blocks, and the separate torch modes of model and block."""

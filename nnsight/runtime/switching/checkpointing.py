@@ -1,8 +1,8 @@
 """Visits inside an activation checkpoint, which torch recomputes without the block.
 
-``torch.utils.checkpoint`` keeps no tensors of a part of the model, and runs that part again in the backward pass, when the run with the
-block is over. So autograd keeps the tensors that the block computes there. The model's part is recomputed without the block's edits, with
-wrong gradients: an edit raises a warning. In a compiled trace autograd keeps the tensors of a part that a block visits.
+``torch.utils.checkpoint`` saves no tensors of a part of the model. It runs that part again in the backward pass, when the run with the
+block is over. So autograd must save the tensors that the block computes there. Edits of the block are missing when the part is recomputed,
+and gradients are wrong, so an edit raises a warning. In a compiled trace autograd saves the tensors of a part that a block visits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from torch._C._autograd import (
 )
 from torch.utils import _pytree as pytree
 
-#: Where the hooks of a checkpoint that does not use reentrant autograd come from.
+#: The module that defines the saved-tensor hooks of non-reentrant checkpoints.
 _CHECKPOINTS = torch.utils.checkpoint.__name__
 
 
 def checkpoint_hooks() -> Any:
-    """Return the hooks with which the innermost activation checkpoint keeps autograd from keeping tensors; ``None`` outside of one."""
+    """Return the hooks by which the innermost activation checkpoint keeps autograd from saving tensors; ``None`` without a checkpoint."""
     hooks = _top_saved_tensors_default_hooks(True)
     return hooks if hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINTS else None
 
 
 class CheckpointVisit:
-    """A visit of a location inside an activation checkpoint; ``position`` is file and line of the block that waits for it."""
+    """A visit of a location inside an activation checkpoint. ``position`` is the file and line where the block waits for it."""
 
     def __init__(self, location: str, value: Any, position: tuple[str, int]) -> None:
         self.location, self._position = location, position
@@ -39,7 +39,7 @@ class CheckpointVisit:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Let autograd keep what is computed in this context."""
+        """Let autograd save the tensors that are computed in this context."""
         taken = []
         while (hooks := checkpoint_hooks()) is not None:
             taken.append(hooks)
@@ -51,11 +51,11 @@ class CheckpointVisit:
                 _push_saved_tensors_default_hooks(pack, unpack)
 
     def warn_if_edited(self, value: Any) -> None:
-        """Warn if the value with which the model goes on is not what it was, and gradients may be asked for."""
+        """Warn if gradients are enabled and ``value``, with which the model continues, differs from the value before the visit."""
         if torch.is_grad_enabled() and _state(value) != self._before:
             warnings.warn_explicit(
-                f"`{self.location}` was edited inside an activation checkpoint. A backward pass computes the inside again without "
-                "the edit, so its gradients would be wrong. Switch checkpointing off (`gradient_checkpointing_disable()` of a "
+                f"`{self.location}` was edited inside an activation checkpoint. A backward pass recomputes the inside without the "
+                "edit, so its gradients would be wrong. Switch checkpointing off (`gradient_checkpointing_disable()` of a "
                 "transformers model), trace compiled (`trace(..., compile=True)`), or trace under `torch.no_grad()`.",
                 UserWarning,
                 *self._position,
@@ -63,6 +63,6 @@ class CheckpointVisit:
 
 
 def _state(value: Any) -> list[Any]:
-    """Return identities and versions of the tensors in ``value``."""
+    """Return the ids and versions of the tensors in ``value``."""
     leaves = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
     return [(id(leaf), 0 if leaf.is_inference() else leaf._version) for leaf in leaves]

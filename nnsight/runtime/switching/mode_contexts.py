@@ -1,10 +1,10 @@
 """The mode contexts of a model and a block that take turns on one thread.
 
-``with torch.inference_mode():`` in a block is for the block's operations, and not for the layers that the model runs before the block's
-next location. So at the end of the block's turn its modes are stored and the model's are set, and at its next turn they are set again. A
-block that sets no mode follows the model; only its grad mode stays the one it began with.
+``with torch.inference_mode():`` in a block applies to the block's operations, and not to the layers that the model runs before the block's
+next location. So at the end of the block's turn its modes are stored and the model's are set, and at its next turn its modes are set again.
+A block that sets no mode follows the model, except that it keeps the grad mode with which it began.
 
-Settings of the program, such as ``torch.set_default_dtype`` and those of ``torch.backends``, are no modes: both share them.
+Settings of the process, such as ``torch.set_default_dtype`` and those of ``torch.backends``, are not modes. Model and block share them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from .mode_stacks import ModeStacks
 from .modes import Autocast, autocast_of_thread, set_autocast_of_thread
 
-#: Stores, when it is entered, all that inference mode changes, and restores it when it is left, in any order.
+#: A guard that stores all state that inference mode changes when it is entered, and restores it at its exit. Guards need not nest.
 _Inference = torch._C._InferenceMode
 
 
@@ -38,27 +38,27 @@ class _Model(NamedTuple):
     remembered: Any
 
 
-#: The same where there are no others: grad mode, and the number of function modes, to which the block adds its own.
+#: The modes of a model that has only a grad mode and function modes: the grad mode, and the number of function modes.
 _Plain = tuple[bool, int]
 
 
 class ModeContexts:
-    """Keeps the modes of one block apart from those of the model.
+    """Separates the modes of one block from those of the model.
 
-    :meth:`begin` and :meth:`end` stand around each turn of the block, on the model's side.
+    The model's greenlet calls :meth:`begin` before each turn of the block, and :meth:`end` after it.
     """
 
     __slots__ = ("_autocast", "_inference", "_is_plain", "_stacks", "grad")
 
     def __init__(self) -> None:
-        self.grad: bool | None = None  # grad mode of the block, once it has had a turn
-        self._autocast: Autocast | None = None  # each of these only where it is not that of the model
+        self.grad: bool | None = None  # grad mode of the block; `None` before its first turn
+        self._autocast: Autocast | None = None  # this and the next two: the block's modes, `None` if they equal those of the model
         self._inference: Any = None
         self._stacks: ModeStacks | None = None
-        self._is_plain = True  # none of these is there
+        self._is_plain = True  # whether all three are `None`
 
     def begin(self) -> _Model | _Plain:
-        """Give the thread the modes of the block; return those of the model."""
+        """Set the modes of the block on the thread; return those of the model."""
         if self._is_plain and _none_but_functions():
             grad = is_grad_enabled()
             if self.grad is not None and self.grad is not grad:
@@ -82,13 +82,13 @@ class ModeContexts:
             set_autocast_of_thread(self._autocast)
         if self._stacks is not None:
             self._stacks.inside(stacks).set()
-            self._stacks = None  # what it has entered since will be seen at the end of the turn
+            self._stacks = None  # `end` reads the block's stacks again
         return _Model(grad, inference, autocast, stacks, remembered)
 
     def end(self, model: _Model | _Plain, over: bool) -> None:
-        """Give the thread the modes of the model again, which :meth:`begin` has returned.
+        """Store the modes of the block, and set those of the model again, which :meth:`begin` has returned.
 
-        If the block is ``over``, function and dispatch modes that it has set, and not only entered, stay set.
+        If the block is ``over``, function and dispatch modes that are still on stay on, such as that of ``torch.set_default_device``.
         """
         if not isinstance(model, _Model):
             grad, functions = model
@@ -121,7 +121,7 @@ class ModeContexts:
 
 
 def _none_but_functions() -> bool:
-    """Whether the thread has only the grad mode and function modes, as is usual; each turn asks twice, so it has to be quick."""
+    """Whether the thread has only the grad mode and function modes, as is usual. It must be fast: each turn calls it twice."""
     return not (
         _is_any_autocast_enabled()
         or is_inference_mode_enabled()
@@ -131,13 +131,13 @@ def _none_but_functions() -> bool:
 
 
 def _set_grad(enabled: bool) -> None:
-    """Set the grad mode; no function mode is told, as it is no call of the block or the model."""
+    """Set the grad mode. Function modes do not see it, because neither the block nor the model has made this call."""
     with torch._C.DisableTorchFunction():
         torch._C._set_grad_enabled(enabled)
 
 
 def _entered(inference: bool) -> Any:
-    """Remember the modes of the thread, and set inference mode."""
+    """Store the modes of the thread, and switch inference mode on or off; return the guard that restores them at its exit."""
     guard = _Inference(inference)
     guard.__enter__()
     return guard

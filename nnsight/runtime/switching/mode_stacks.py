@@ -1,7 +1,7 @@
-"""What torch keeps for each thread as stacks: function modes (``torch.device`` is one), dispatch modes, hooks of saved tensors.
+"""The stacks that torch keeps for each thread: function modes (such as ``torch.device``), dispatch modes, hooks of saved tensors.
 
-A model and its blocks share a thread. If a block waits inside ``with torch.device("cuda"):``, its mode is taken off the stack for the
-model's turn and pushed again for its own.
+A model and its blocks share a thread. If a block waits inside ``with torch.device("cuda"):``, its mode is popped for the model's turn and
+pushed again for the block's next turn.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch.utils._device import DeviceContext
 
 
 def unseen(subclasses: bool) -> contextlib.AbstractContextManager[Any]:
-    """Let no function mode see the calls of a graph.
+    """Hide the calls of a graph from function modes, and from the ``__torch_function__`` of tensor subclasses.
 
-    Subclasses of tensors see them if ``subclasses`` says that the graph leaves it to them, and dynamo has not hidden the calls.
+    Subclasses see the calls nevertheless if ``subclasses`` is true and dynamo has not disabled torch functions.
     """
     if subclasses and torch._C._is_torch_function_enabled():
         return _without_function_modes()
@@ -55,11 +55,11 @@ def default_devices() -> tuple[torch.device, ...] | None:
 
 
 class ModeStacks(NamedTuple):
-    """The stacks of a thread at one time, the innermost mode last."""
+    """The stacks of a thread at one time. The innermost mode is the last item."""
 
     functions: tuple[Any, ...] = ()  # modes that see torch functions
     dispatch: tuple[Any, ...] = ()  # modes that see operators
-    hooks: tuple[Any, ...] = ()  # pairs of functions that pack and unpack what autograd saves
+    hooks: tuple[Any, ...] = ()  # pairs of saved-tensor hooks, `(pack, unpack)`
 
     @staticmethod
     def now() -> ModeStacks:
@@ -75,12 +75,12 @@ class ModeStacks(NamedTuple):
 
     @property
     def have_their_lengths(self) -> bool:
-        """Whether the current thread has as many modes; a block that takes turns only adds some to these, and removes them."""
+        """Whether the current thread has as many modes as these stacks. A block only pushes and pops modes on top of them."""
         return _len_torch_function_stack() == len(self.functions) and self.why_not_lowerable is None
 
     @property
     def why_not_lowerable(self) -> str | None:
-        """Why calls of the current thread cannot wait for a graph that runs with these stacks; ``None`` if they can."""
+        """The reason why calls of the current thread cannot be recorded for a graph that runs with these stacks; ``None`` if they can."""
         if _len_torch_dispatch_stack() != len(self.dispatch):
             return "a TorchDispatchMode is on in the block"
         if _top_saved_tensors_default_hooks(True) != (self.hooks[-1] if self.hooks else None):
@@ -88,9 +88,9 @@ class ModeStacks(NamedTuple):
         return None
 
     def apart_from(self, others: ModeStacks) -> tuple[ModeStacks, ModeStacks]:
-        """Return the modes that were entered inside of ``others``, and the stacks without them.
+        """Split these stacks into the modes that were entered inside of ``others``, and the rest.
 
-        The mode of ``torch.set_default_device`` is a setting of the program, and stays.
+        The mode of ``torch.set_default_device`` belongs to the rest, because it is a setting of the process.
         """
         known = (*others.functions, getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None))
         functions = _split(self.functions, known)
@@ -104,7 +104,7 @@ class ModeStacks(NamedTuple):
         return ModeStacks(*(outer + own for own, outer in zip(self, others, strict=True)))
 
     def set(self) -> None:
-        """Give these stacks to the current thread."""
+        """Replace the stacks of the current thread by these."""
         for _ in range(_len_torch_function_stack()):
             _pop_torch_function_stack()
         for mode in self.functions:
@@ -119,7 +119,7 @@ class ModeStacks(NamedTuple):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Have these stacks on the current thread."""
+        """Replace the stacks of the current thread by these in this context."""
         if self.have_their_lengths:
             yield
             return
@@ -135,14 +135,14 @@ NO_MODES = ModeStacks()
 
 
 def _split(modes: Sequence[Any], known: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Return those of ``modes`` that are not ``known``, and those that are."""
+    """Split ``modes`` into those that are not in ``known``, and those that are. Modes are compared by identity."""
     found = [any(mode is other for other in known) for mode in modes]
     new = tuple(mode for mode, is_known in zip(modes, found, strict=True) if not is_known)
     return new, tuple(mode for mode, is_known in zip(modes, found, strict=True) if is_known)
 
 
 def _pop_hooks() -> list[Any]:
-    """Remove all hooks of saved tensors; return them, the innermost first."""
+    """Pop all hooks of saved tensors; return them, the innermost first."""
     found = []
     while (top := _top_saved_tensors_default_hooks(True)) is not None:
         found.append(top)
@@ -151,7 +151,7 @@ def _pop_hooks() -> list[Any]:
 
 
 def _saved_tensor_hooks() -> tuple[Any, ...]:
-    found = tuple(reversed(_pop_hooks()))  # torch shows the innermost only
+    found = tuple(reversed(_pop_hooks()))  # torch gives access to the innermost hooks only
     for pack, unpack in found:
         _push_saved_tensors_default_hooks(pack, unpack)
     return found

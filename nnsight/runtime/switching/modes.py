@@ -1,4 +1,4 @@
-"""Modes of a thread that decide what an operation does: grad mode, inference mode, autocast."""
+"""Modes of a thread that change what an operation does: grad mode, inference mode, autocast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from .mode_stacks import default_devices
 
-#: Device, whether autocast is on for it, and the dtype that it then has.
+#: For each kind of device: its name, whether autocast is on, and the autocast dtype.
 Autocast = tuple[tuple[str, bool, torch.dtype], ...]
 
 
@@ -33,14 +33,14 @@ def set_autocast_of_thread(autocast: Autocast) -> None:
 
 
 def thread_state() -> tuple[Any, ...]:
-    """Return what torch keeps for the current thread and calls depend on, modes on stacks apart."""
+    """Return the state of the current thread on which calls depend, except for the modes on stacks."""
     level = torch._C._functorch.maybe_current_level()
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     return (*modes, autocast_of_thread(), torch.is_autocast_cache_enabled(), level)
 
 
 def process_state() -> tuple[Any, ...]:
-    """Return what lowerings depend on besides; dynamo's guards name the same."""
+    """Return the state of the process on which lowerings depend. Dynamo has guards on the same state."""
     return (
         torch.get_default_dtype(),
         torch.get_default_device(),
@@ -51,7 +51,7 @@ def process_state() -> tuple[Any, ...]:
 
 
 def replay_state() -> tuple[Any, ...] | None:
-    """Return what calls of torch depend on besides arguments and graph; ``None`` where a mode sees the calls."""
+    """Return the state that, with the arguments and the graph, determines a replay; ``None`` if a function mode sees the calls."""
     devices = default_devices()
     if devices is None:
         return None
@@ -60,7 +60,7 @@ def replay_state() -> tuple[Any, ...] | None:
 
 
 def _autocast_now() -> tuple[Any, ...]:
-    """Return kind of device and dtype of each autocast that is on, and whether its cache is."""
+    """Return whether the autocast cache is on, then the kind of device and the dtype of each autocast that is on; ``()`` if none is on."""
     if not torch._C._is_any_autocast_enabled():
         return ()
     enabled = [(kind, dtype) for kind, is_on, dtype in autocast_of_thread() if is_on]
@@ -73,9 +73,9 @@ class Modes:
 
     grad: bool  # whether gradients are enabled
     inference: bool  # whether inference mode is on
-    autocast: tuple[Any, ...]  # whether autocast has its cache, then device and dtype of each that is on; empty if none is
-    dispatch: tuple[Any, Any]  # the dispatch keys that are added to and left out of each call
-    subclasses: bool  # whether subclasses of tensors see calls; dynamo hides those that it has put into a graph already
+    autocast: tuple[Any, ...]  # the result of `_autocast_now`
+    dispatch: tuple[Any, Any]  # the dispatch keys that are included in and excluded from each call
+    subclasses: bool  # whether tensor subclasses see calls; dynamo hides the calls that are already in a graph
 
     @staticmethod
     def now() -> Modes:
@@ -85,7 +85,7 @@ class Modes:
         return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), _autocast_now(), dispatch, subclasses)
 
     def keys(self) -> contextlib.AbstractContextManager[None]:
-        """Dispatch calls as in these modes, also inside of an operator, where torch leaves out what has been done before."""
+        """Dispatch calls with the dispatch keys of these modes, even inside an operator, where torch excludes the keys already handled."""
         return torch._C._ForceDispatchKeyGuard(*self.dispatch)
 
     @property
@@ -100,14 +100,14 @@ class Modes:
 
     @property
     def autocast_holds(self) -> bool:
-        """Whether autocast of the current thread is as in these modes."""
+        """Whether the current thread has the autocast of these modes."""
         if not self.autocast:
             return not torch._C._is_any_autocast_enabled()
         return _autocast_now() == self.autocast
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Have these modes on the current thread."""
+        """Set these modes on the current thread in this context."""
         with contextlib.ExitStack() as stack:
             if torch.is_inference_mode_enabled() != self.inference:
                 stack.enter_context(torch.inference_mode(self.inference))
@@ -123,5 +123,5 @@ class Modes:
             yield
 
     def of_a_block(self) -> contextlib.AbstractContextManager[None]:
-        """Have subclasses of tensors see the calls of a block that is resumed inside a graph with these modes."""
+        """Let tensor subclasses see the calls of a block that is resumed inside a graph with these modes."""
         return contextlib.nullcontext() if self.subclasses else torch._C._EnableTorchFunction()

@@ -1,17 +1,17 @@
-"""The greenlets in which blocks run, each one block after the other.
+"""Workers: reusable greenlets, each of which runs one block after the other.
 
 A new greenlet maps memory for its frames and unmaps it at its end, which costs more than the rest of a short block. So a thread keeps
-greenlets that have finished a block, and reuses them. Three conditions make a reused worker like a new one:
+greenlets that have finished a block, and reuses them. Three conditions make a reused worker equivalent to a new one:
 
-* *Room.* A greenlet's stack, and its count of Python's recursion depth, begin where it was first switched to. So a worker is reused by
-  callers about as deep as its first one. A block can then recurse as deep as in a new greenlet, and switches copy no more of the stack.
-* *Context.* Between blocks a worker has no context variables; each block gets a copy of its caller's.
-* *Footing.* torch collects up to 64 return addresses of the C stack whenever an operation fails. Below the first frame of a greenlet are
-  arbitrary bytes of the model's stack, and a walk that takes them for a frame can crash the process, on a plain ``IndexError``. So a
-  worker stands on more C frames than such a walk visits: nested iterators, each of which asks the one inside it for its next item.
+* *Room.* A greenlet's stack, and its count of Python's recursion depth, begin where it was first switched to. So a worker is reused only by
+  callers about as deep as its first caller. A block can then recurse as deep as in a new greenlet, and switches copy no more of the stack.
+* *Context.* An idle worker has no context variables. Each block gets a copy of its caller's context.
+* *Footing.* Torch collects up to 64 return addresses of the C stack whenever an operation fails. Below the first frame of a greenlet are
+  arbitrary bytes of the model's stack. If the stack walk takes them for a frame, it can crash the process, even for a plain ``IndexError``.
+  So the first frames of a worker are more C frames than the walk visits: nested iterators, each of which asks the next for an item.
 
-Only the first greenlet of a thread reuses workers, because a waiting worker keeps a reference to the greenlet it gave the turn back to.
-Blocks that are started in a block, or in a greenlet of the user, run in new ones.
+Only the first greenlet of a thread reuses workers, because a waiting worker keeps a reference to the greenlet to which it switched back.
+Blocks that are started inside a block, or in a greenlet of the user, run in new greenlets.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from itertools import chain
 
 from greenlet import getcurrent, greenlet
 
-#: More than the 64 addresses that ``c10::Error`` collects, and the few that it leaves out at the top.
+#: Number of C frames below a worker: more than the 64 addresses that ``c10::Error`` collects and the few that it skips at the top.
 FRAMES = 80
 
-#: Idle workers that a thread keeps.
+#: Maximum number of idle workers of a thread.
 KEPT = 16
 
-#: Frames by which a caller may be deeper, or less deep, than the one for which a worker was made.
+#: Maximum difference between the depths, in frames, of a caller and of the caller for which the worker was made.
 _SLACK = 16
 
-#: Runs a block to its end. What it raises ends the worker.
+#: Runs a block to its end. If it raises, the worker ends.
 Function = Callable[[], None]
 
 
 class _Idle(threading.local):
-    """The workers of this thread that run no block right now, and at which depth each was made; the last used come last."""
+    """The idle workers of this thread, with the depth at which each was made. The last item was used last."""
 
     def __init__(self) -> None:
         self.workers: list[tuple[int, greenlet]] = []
@@ -48,51 +48,51 @@ _idle = _Idle()
 
 
 def borrow() -> greenlet:
-    """Return a worker whose parent is the current greenlet: it runs the :data:`Function` that it is switched to with."""
+    """Return a worker whose parent is the current greenlet. ``worker.switch(function)`` runs a :data:`Function` in it."""
     if getcurrent().parent is not None:
-        return _made()
+        return _new_worker()
     idle = _idle.workers
     if idle:
-        depth, worker = idle.pop()  # before anything else: a finalizer may run here, and borrow too
-        if _fits(depth) and not worker.dead:  # a signal may have come as it went idle
+        depth, worker = idle.pop()  # at once, because a finalizer that runs here may borrow a worker too
+        if _fits(depth) and not worker.dead:  # a signal handler may have raised in it as it went idle
             return worker
         idle.append((depth, worker))
     here, others = _depth(), [idle.pop() for _ in range(len(idle))]
     others = [(depth, worker) for depth, worker in others if not worker.dead]
     fitting = next((number for number, (depth, _) in enumerate(others) if abs(depth - here) <= _SLACK), None)
-    found = _made(here) if fitting is None else others.pop(fitting)[1]
-    idle.extend(reversed(others[: KEPT - 1]))  # without those that were last used long ago
+    found = _new_worker(here) if fitting is None else others.pop(fitting)[1]
+    idle.extend(reversed(others[: KEPT - 1]))  # drops those that were last used longest ago
     return found
 
 
-def _made(depth: int | None = None) -> greenlet:
-    """Return a new worker, which is kept between blocks if it is told its depth."""
+def _new_worker(depth: int | None = None) -> greenlet:
+    """Return a new worker. It is reused if it gets a ``depth``, and otherwise ends after one block."""
     worker = greenlet(partial(next, _footing))
     worker.depth = depth
-    worker.switch()  # up to where it waits for a function
+    worker.switch()  # runs it until it waits for a function
     return worker
 
 
 def _serve() -> None:
-    """Run one function after the other. The tracebacks of their errors lead to this frame, so it holds nothing."""
+    """Run one function after the other. Tracebacks of their errors keep this frame alive, so it must not hold references."""
     depth: int | None = getcurrent().depth
     while True:
         function = _next_function()
         function()
         del function
-        if depth is None or not _goes_idle(depth):
+        if depth is None or not _become_idle(depth):
             return
 
 
 def _next_function() -> Function:
-    """Give the turn back and wait for a function."""
+    """Switch back to the parent, and wait for the next function."""
     parent = getcurrent().parent
     assert parent is not None
     return parent.switch()
 
 
-def _goes_idle(depth: int) -> bool:
-    """Put the worker that is running among the idle ones of its thread, if it may be kept."""
+def _become_idle(depth: int) -> bool:
+    """Add the current worker to the idle workers of its thread; return False if it may not be kept."""
     me, idle = getcurrent(), _idle.workers
     if len(idle) >= KEPT or me.parent is None or me.parent.parent is not None:
         return False
@@ -102,7 +102,7 @@ def _goes_idle(depth: int) -> bool:
 
 
 class _Server:
-    """The innermost of the iterators. One chain of them does for all workers, as long as it does not end."""
+    """The innermost iterator of the footing. All workers share one chain of iterators, so it must never end."""
 
     def __iter__(self) -> _Server:
         return self
@@ -111,21 +111,21 @@ class _Server:
         try:
             _serve()
         except StopIteration as error:
-            raise RuntimeError("A block let a StopIteration out.") from error
+            raise RuntimeError("A block raised a StopIteration and did not catch it.") from error
 
 
-def _made_footing() -> Iterator[None]:
+def _make_footing() -> Iterator[None]:
     footing: Iterator[None] = _Server()
     for _ in range(FRAMES):
         footing = chain(footing)
     return footing
 
 
-_footing = _made_footing()
+_footing = _make_footing()
 
 
 def _depth() -> int:
-    """Return how many frames are below the caller of the function that calls this one."""
+    """Return the number of frames below the caller of the calling function."""
     frame, depth = sys._getframe(2), 0
     while frame.f_back is not None:
         frame, depth = frame.f_back, depth + 1
@@ -133,7 +133,7 @@ def _depth() -> int:
 
 
 def _fits(depth: int) -> bool:
-    """Whether about ``depth`` frames are below the caller of the function that calls this one; as a rule they are as many."""
+    """Whether at least ``depth`` frames, and less than :data:`_SLACK` more, are below the caller of the calling function."""
     try:
         frame = sys._getframe(2 + depth)
     except ValueError:

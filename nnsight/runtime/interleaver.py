@@ -92,6 +92,7 @@ class Interleaver:
         self.mediators = list(mediators)
         self.tracer = tracer
         self.tree: Any = None  # the module tree of the model, if all locations of the run are locations of one model
+        self.interceptions: list[object] = []  # identities of the interceptions of calls that drivers of this run have installed
         self.recorder: Any = None  # records the blocks as data, if they run elsewhere; see `nnsight.program.record.recorder`
         self.stopped = False  # whether a block has called `tracer.stop()`
         self.failure: BaseException | None = None  # the error of a block, kept in case the model's own code catches it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -197,3 +198,50 @@ def test_a_module_compiled_by_torch(model: NNsight) -> None:
         wrapped.linear.output[:] = 1.0
         out = wrapped.output[1].save()
     assert torch.equal(out, -torch.ones(2, 3))
+
+
+class Gate(torch.nn.Module):
+    """Waits twice for another thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.barrier = threading.Barrier(2, timeout=60)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.barrier.wait()
+        self.barrier.wait()
+        return x + 1
+
+
+@pytest.mark.parametrize("whole_ends_first", [True, False])
+def test_runs_of_a_model_and_of_a_part_of_it_in_two_threads(whole_ends_first: bool) -> None:
+    """Their trees intercept the calls of the same module; the run of the model reaches it while that of the part is active."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), Gate(), torch.nn.Linear(3, 3))
+    gate: Any = net[1]
+    whole, part = NNsight(net), NNsight(net[2])
+    seen: list[torch.Tensor] = []
+
+    def run() -> None:
+        with whole.trace(X):
+            whole[2].input[:] = 2.0
+            seen.append(whole[2].output.save())
+
+    worker = threading.Thread(target=run)
+    worker.start()
+    gate.barrier.wait()
+    with part.trace(X):
+        mine = part.output.save()
+        if whole_ends_first:
+            gate.barrier.wait()
+            worker.join()
+        part.output[:] = 0.0
+    if not whole_ends_first:
+        gate.barrier.wait()
+        worker.join()
+    assert torch.equal(seen[0], net[2](torch.full((2, 3), 2.0)))
+    assert torch.equal(mine, torch.zeros(2, 3))
+    assert_no_instrumentation(net)
+    for again in (whole[2], part):
+        with again.trace(X) as tracer:
+            out = tracer.result.save()
+        assert torch.equal(out, net[2](X))

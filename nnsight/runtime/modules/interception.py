@@ -8,7 +8,8 @@ While a run is active, all calls of modules of the tree are *counted*, and *offe
 a module that has already run would be served with a later occurrence. Counting costs a fraction of a microsecond per call.
 
 Runs of several threads share the interception (the first run installs it, the last one removes it) and nothing else: an intercepted call
-looks up the run of its own context, and is an ordinary call if there is none.
+looks up the run of its own context, and is an ordinary call if there is none. Trees that have modules in common, such as those of a model
+and of a part of it, can run at the same time: their interceptions of a module call each other, and each serves its own runs only.
 """
 
 from __future__ import annotations
@@ -37,10 +38,11 @@ _ABSENT = object()
 _COMPILED = "_compiled_call_impl"
 
 
-def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]:
+def intercepted(path: str, traced_call: TracedCall | None, owner: object = None) -> Callable[..., Any]:
     """Return a function that makes a call at ``path``: ``(callable, *args, **kwargs) -> result``.
 
     While dynamo traces it, it calls ``traced_call``, which puts taps into the graph; ``None`` makes the call without taps.
+    The call passes no location in a run of other interceptions than its ``owner``.
     """
     input_location, output_location = f"{path}.input", f"{path}.output"
 
@@ -51,6 +53,8 @@ def intercepted(path: str, traced_call: TracedCall | None) -> Callable[..., Any]
             return traced_call(input_location, output_location, call, args, kwargs)
         run = active_interleaver()
         if run is None or run.current is not None:  # no run in this context, or a call that a block makes
+            return call(*args, **kwargs)
+        if owner is not None and run.interceptions and owner not in run.interceptions:
             return call(*args, **kwargs)
         counts, waited = run.counts, run.waited
         if input_location in waited:
@@ -90,6 +94,32 @@ def _switch_fast_path_off() -> bool:
 _module_by_module = SharedChange(_switch_fast_path_off, torch.backends.mha.set_fastpath_enabled)
 
 
+#: Held while the interceptions of modules are installed or removed, which several trees may have in common.
+_chains = threading.Lock()
+
+
+def _is_intercepted(call: Any) -> bool:
+    return getattr(getattr(call, "__func__", None), "__code__", None) is INTERCEPTED_CODE
+
+
+def _unlink(namespace: dict[str, Any], function: Any) -> None:
+    """Remove the interception by ``function`` from those of a module; the interceptions that other trees installed over it stay."""
+    call: Any = namespace.get(INTERCEPTED_METHOD)
+    above: list[Callable[..., Any]] = []
+    while _is_intercepted(call) and call.__func__ is not function:
+        above.append(call.__func__)
+        call = call.__self__
+    if not _is_intercepted(call):
+        return
+    call = call.__self__
+    for other in reversed(above):
+        call = types.MethodType(other, call)
+    if _is_intercepted(call):
+        namespace[INTERCEPTED_METHOD] = call
+    else:
+        del namespace[INTERCEPTED_METHOD]
+
+
 class Instrumentation:
     """A context manager that intercepts the calls of ``modules``, given by path, the prefix of their locations.
 
@@ -98,6 +128,7 @@ class Instrumentation:
 
     def __init__(self, modules: Mapping[str, torch.nn.Module], traced_call: TracedCall | None = None) -> None:
         self._traced_call = traced_call
+        self._identity = object()  # not this object: the calls refer to it, and would keep each other alive
         self._calls = self._intercepted(modules)
         self._has_fast_path = any(isinstance(module, torch.nn.TransformerEncoderLayer) for module in modules.values())
         self._functions: dict[str, Callable[[], tuple[dict[str, Any], str, Any]]] = {}
@@ -111,10 +142,10 @@ class Instrumentation:
         calls: list[tuple[dict[str, Any], Any]] = []
         for path, module in modules.items():
             call = getattr(module, INTERCEPTED_METHOD)
-            while getattr(call, "__func__", None) is not None and call.__func__.__code__ is INTERCEPTED_CODE:
+            while _is_intercepted(call):
                 call = call.__self__  # the interception of another tree, installed right now, is bound to the original call
             # Bound to the original call, which becomes the first argument.
-            calls.append((module.__dict__, types.MethodType(intercepted(path, self._traced_call), call)))
+            calls.append((module.__dict__, types.MethodType(intercepted(path, self._traced_call, self._identity), call)))
         return calls
 
     def include(self, modules: Mapping[str, torch.nn.Module]) -> None:
@@ -123,11 +154,15 @@ class Instrumentation:
             calls = self._intercepted(modules)
             self._calls += calls
             if self._users:
-                self._install_calls(calls)
+                with _chains:
+                    self._install_calls(calls)
 
     def _install_calls(self, calls: list[tuple[dict[str, Any], Any]]) -> None:
         for namespace, call in calls:
-            if namespace.setdefault(INTERCEPTED_METHOD, call) is not call:
+            present = namespace.setdefault(INTERCEPTED_METHOD, call)
+            if _is_intercepted(present) and present is not call:  # by another tree, whose runs go on
+                namespace[INTERCEPTED_METHOD] = types.MethodType(call.__func__, present)
+            elif present is not call:
                 self._install(namespace, INTERCEPTED_METHOD, call)
             if _COMPILED in namespace:
                 self._install(namespace, _COMPILED, None)
@@ -143,10 +178,14 @@ class Instrumentation:
                 self._install(*replacement())
 
     def __enter__(self) -> Instrumentation:
+        run = active_interleaver()
+        if run is not None:
+            run.interceptions.append(self._identity)
         with self._lock:
             if self._users == 0:
                 replacements = [replacement() for replacement in self._functions.values()]
-                self._install_calls(self._calls)
+                with _chains:
+                    self._install_calls(self._calls)
                 for replacement in replacements:
                     self._install(*replacement)
                 if self._has_fast_path:
@@ -159,11 +198,18 @@ class Instrumentation:
         namespace[name] = value
 
     def __exit__(self, *_: object) -> None:
+        run = active_interleaver()
+        if run is not None and run.interceptions:
+            run.interceptions.pop()
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                for namespace, _ in self._calls:
-                    namespace.pop(INTERCEPTED_METHOD, None)
+                with _chains:
+                    for namespace, call in self._calls:
+                        if namespace.get(INTERCEPTED_METHOD) is call:
+                            del namespace[INTERCEPTED_METHOD]
+                        else:
+                            _unlink(namespace, call.__func__)
                 for (_owner, name), (namespace, value) in self._shadowed.items():
                     if value is _ABSENT:
                         namespace.pop(name, None)

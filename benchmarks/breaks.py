@@ -1,13 +1,13 @@
-"""What a cut costs: ratios measured in one run, on a GPT-2-shaped model (random weights; batch 1 x 32 tokens, no_grad).
+"""The cost of a cut: ratios measured in one run, on a GPT-2-shaped model (random weights; batch 1 x 32 tokens, no_grad).
 
 * *one branch*: a compiled trace with ``if hidden.norm() > t:`` at layer 6, against the same compiled trace without the
-  branch plus one eager block of the model. A branch on a value cannot cost less than the wait for the value; it should
-  not cost more than running one layer outside of the compiled graph.
-* *a cut at every layer*: a compiled trace that looks at the norm of every layer's output, against the eager model with
-  plain hooks that do the same, which is the other way to have such values.
+  branch plus one eager block of the model. A branch has to wait for its value; it should not cost more than running one
+  layer outside of the compiled graph.
+* *a cut at every layer*: a compiled trace that reads the norm of every layer's output in Python, against the eager model
+  with plain hooks that do the same.
 
-Contenders run interleaved, in an order shuffled anew each round; the table has the median over the rounds. Beside the times it has
-counts: cuts of a run, and captures, recordings and compiles after the first one. ``python benchmarks/breaks.py [--rounds N]
+Contenders run interleaved, in a new random order each round; the table shows the median over the rounds. Besides the times it shows
+counts: cuts of a run, and captures, recordings and compilations after the first run. ``python benchmarks/breaks.py [--rounds N]
 [--layers N] [--width N] [--backend NAME] [--quick]`` prints a table and writes ``benchmarks/results/breaks.json``.
 """
 
@@ -32,7 +32,7 @@ RESULTS = Path(__file__).parent / "results" / "breaks.json"
 
 
 def contenders(layers: int, width: int, backend: str) -> dict[str, Callable[[], Any]]:
-    """Return what is measured, by name; each returns the report of its trace, if it is one."""
+    """Return the measured functions by name. Those that run a trace return its report."""
     module = gpt2(layers, width)
     ids = torch.randint(0, 1000, (1, SEQUENCE), generator=torch.Generator().manual_seed(0))
     model = NNsight(module, compile={"backend": backend})
@@ -84,7 +84,7 @@ def contenders(layers: int, width: int, backend: str) -> dict[str, Callable[[], 
 
 
 def median_ratio(times: dict[str, list[float]], ours: str, *theirs: str) -> float:
-    """Return the median, over the rounds, of the time of ``ours`` over the times of ``theirs`` together."""
+    """Return the median over the rounds of the time of ``ours`` divided by the sum of the times of ``theirs``."""
     sums = map(sum, zip(*(times[name] for name in theirs), strict=True))
     return median(own / other for own, other in zip(times[ours], sums, strict=True))
 

@@ -1,21 +1,21 @@
-"""What steering and reading cost while a model generates: tokens per second, as ratios measured in one run.
+"""The cost of steering and reading during a generation: tokens per second, as ratios measured in one run.
 
-GPT-2 shape (12 layers of width 768, random weights), greedy decoding of 64 tokens with a static cache, batch 1 and 8, without gradients:
+A GPT-2 with 12 layers of width 768 and random weights decodes 64 tokens greedily with a static cache, batch 1 and 8, without gradients:
 
-* the plain model: ``generate`` of transformers with its own compiled decoding, against the wrapped compiled model without a block;
-* one layer steered at every token: a compiled edit, and a trace with ``tracer.iter[:64]``, against the model edited by hand, which
-  ``generate`` compiles; and eager torch hooks;
-* a trace that saves one layer, or all layers, at every token, against the plain compiled model;
+* the wrapped compiled model without a block, against ``generate`` of transformers with its own compiled decoding;
+* one layer steered at every token, by a compiled edit and in a trace with ``tracer.iter[:64]``, and with eager torch hooks, against the
+  model edited by hand, which ``generate`` compiles;
+* a trace that saves one layer, or all layers, at every token, against ``generate`` of transformers.
 
-and on the same shape, with gradients or without as each needs:
+On the same shape, with gradients where they are needed:
 
 * attribution patching over the outputs of all MLPs, batch 32, against eager hooks;
 * activation patching, batch 32, against eager hooks.
 
-The last two tables also have the model edited by hand and compiled: what it gains over hooks is the most that a trace can gain.
+The last two tables also have the model edited by hand and compiled. Its gain over hooks is the upper bound for a trace.
 
-All contenders of a table must give the same tokens. They take turns in an order shuffled anew each round, and a ratio is the median over
-the rounds of the ratio in one round. Behind the warm-up no contender may capture, record or compile.
+All contenders of a table must give the same tokens. They take turns in a new random order each round, and a ratio is the median over
+the rounds of the ratio in one round. After the warm-up no contender may capture, record or compile.
 
 ``python benchmarks/decode.py [--rounds N] [--quick]`` prints tables and writes ``benchmarks/results/decode.json``.
 """
@@ -50,7 +50,7 @@ Contenders = dict[str, Callable[[], Any]]
 
 
 class Steered(torch.nn.Module):
-    """A block with a vector added to the last position of its output, as one would write it into the model."""
+    """A block whose output has a vector added at the last position: the edit in the source of the model."""
 
     def __init__(self, block: torch.nn.Module, vector: torch.Tensor) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Steered(torch.nn.Module):
 
 
 def gpt2(shape: tuple[int, int, int]) -> torch.nn.Module:
-    """Return a GPT-2 of this shape, with the same weights each time, that does not end before its last token."""
+    """Return a GPT-2 of this shape with fixed random weights and without an end token."""
     layers, width, vocabulary = shape
     torch.manual_seed(0)
     config = transformers.GPT2Config(
@@ -74,9 +74,9 @@ def gpt2(shape: tuple[int, int, int]) -> torch.nn.Module:
 
 
 def measure(title: str, contenders: Contenders, base: str, rounds: int, work: int, bars: dict[str, float]) -> list[dict[str, Any]]:
-    """Time ``contenders``, print a table of what each does per second over the one called ``base``, and return its rows.
+    """Time ``contenders``, print their work per second and its ratio to that of ``base``, and return the rows of the table.
 
-    ``work`` is what one call does: the number of tokens, or 1.
+    ``work`` is the work of one call: the number of tokens, or 1.
     """
     expected = None
     for run in contenders.values():
@@ -104,7 +104,7 @@ def measure(title: str, contenders: Contenders, base: str, rounds: int, work: in
 
 
 def decoding(shape: tuple[int, int, int], batch: int, rounds: int, only: str | None) -> list[dict[str, Any]]:
-    """Measure generations; ``only`` without a block, or steered."""
+    """Measure generations: both tables, or the ``only`` one of "plain" and "steered"."""
     layers, width, vocabulary = shape
     middle = layers // 2
     generator = torch.Generator().manual_seed(1)
@@ -270,14 +270,14 @@ def patching(shape: tuple[int, int, int], rounds: int, batch: int = 32) -> list[
 
 
 class _Edits:
-    """What goes into a model edited by hand for attribution patching, and what comes out."""
+    """Inputs and outputs of the edits in a model edited by hand for attribution patching: one zero tensor and one output for each MLP."""
 
     zeros: list[torch.Tensor]
     outputs: list[torch.Tensor]
 
 
 class _Edited(torch.nn.Module):
-    """An MLP whose output has an input added, which is zero, for its gradient."""
+    """An MLP with a zero input added to its output; the gradient of this input is the gradient of the output."""
 
     def __init__(self, mlp: torch.nn.Module, number: int, edits: _Edits) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 8])
     parser.add_argument("--only", choices=["plain", "steered", "patching"], help="one of the tables; writes nothing")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds, to see that it works; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and two rounds, to check the script; writes nothing")
     options = parser.parse_args()
     nnsight.CONFIG.APP.PROGRESS = False
     shape, rounds = (QUICK_SHAPE, 2) if options.quick else (SHAPE, options.rounds)

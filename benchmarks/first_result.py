@@ -1,17 +1,17 @@
-"""How long a new block takes to its first compiled result, and what the quick way there costs afterwards.
+"""The time to the first compiled result of a new block, and the later cost of lowering in regions.
 
-A GPT-2-shaped model (12 layers, width 768, random weights; batch 1 x 32 tokens, no_grad) with a block that steers at one
-layer and saves logits. Each contender runs in a process of its own with an empty cache of compiled code, unless it
-says otherwise, and measures in turn:
+A GPT-2-shaped model (12 layers, width 768, random weights; batch 1 x 32 tokens, no_grad) runs a block that steers at one
+layer and saves logits. Each contender runs in a separate process, with an empty cache of compiled code unless stated
+otherwise, and measures in turn:
 
 * the first plain result of the model, capture included;
 * the first result of a block on the model that has just run, and of the same block at another layer;
-* the median of its steady state, taken turn by turn with the plain compiled model;
-* memory, for a block that saves nothing but logits, over that of the plain compiled model: the peak of what is handed out to tensors
-  while it runs (``running_mib``), and the peak of resident memory of the process, in which it has also been compiled (``peak_mib``).
+* the median time of later runs, interleaved with runs of the plain compiled model;
+* memory of a block that saves only logits, relative to that of the plain compiled model: the peak of tensor memory during a run
+  (``running_mib``), and the peak of resident memory of the process, which includes the compilation (``peak_mib``).
 
-Contenders: regions (the default), one whole graph (``compile={"regions": False}``), regions in a second process that finds
-the code of the first, and the model edited by hand and compiled anew with ``torch.compile``.
+Contenders are regions (the default), one whole graph (``compile={"regions": False}``), regions in a second process that finds
+the code of the first, and the model edited by hand and compiled again with ``torch.compile``.
 
 ``python benchmarks/first_result.py [--quick] [--rounds N]`` prints a table and writes
 ``benchmarks/results/first_result.json``.
@@ -50,7 +50,7 @@ def timed(function: Callable[[], Any]) -> float:
 
 
 def tensor_peak(function: Callable[[], Any]) -> int:
-    """Return how many bytes tensors take at most during a call, more than before it."""
+    """Return the peak of tensor memory during a call, in bytes above the memory before it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
@@ -66,7 +66,7 @@ def measure(contender: str, layers: int, width: int, rounds: int) -> dict[str, A
 
     from nnsight import NNsight, fx
 
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["FIRST_RESULT_CACHE"]  # not the one of the other benchmark
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.environ["FIRST_RESULT_CACHE"]  # instead of the folder that `overhead` has set
     torch.set_grad_enabled(False)
     ids = torch.randint(0, 50257, (1, 32), generator=torch.Generator().manual_seed(0))
     vector = torch.randn(width, generator=torch.Generator().manual_seed(1))
@@ -114,7 +114,7 @@ def measure(contender: str, layers: int, width: int, rounds: int) -> dict[str, A
 
 
 def measure_apart(contender: str, arguments: list[str], cache: str) -> dict[str, Any]:
-    """Measure one contender in a process of its own."""
+    """Measure one contender in a separate process."""
     command = [sys.executable, __file__, "--contender", contender, *arguments]
     done = subprocess.run(
         command, env={**os.environ, "FIRST_RESULT_CACHE": cache}, stdout=subprocess.PIPE, text=True, check=True

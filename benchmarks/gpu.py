@@ -1,19 +1,19 @@
-"""What steering and reading cost on a GPU: ratios measured in one run, at the shapes of Llama.
+"""The cost of steering and reading on a GPU: ratios measured in one run, at the shapes of Llama.
 
-The weights are random and of bfloat16; nothing is loaded. Measured for each shape:
+The weights are random, in bfloat16; nothing is loaded. Measured for each shape:
 
-* a forward pass of 1 x 128 tokens without gradients, steered at the layer in the middle: the eager model with torch hooks, the model
-  edited by hand and compiled, a compiled trace, the same program bound to the model, its edit as a compiled edit, and baked. The last
-  three and the model edited by hand also with CUDA graphs (``mode="reduce-overhead"``);
-* the same pass with the output of one layer saved, and of all;
+* a forward pass of 1 x 128 tokens without gradients, steered at the middle layer: the eager model with torch hooks, the model edited by
+  hand and compiled, a compiled trace, the same program bound to the model, as a compiled edit, and baked. The model edited by hand, the
+  compiled trace and the baked model also run with CUDA graphs (``mode="reduce-overhead"``);
+* the same pass with the output of one layer saved, and of all layers;
 * attribution patching over the outputs of all MLPs, batch 8 x 64: a compiled trace against torch hooks;
-* decoding of 64 tokens, without an edit, with one layer saved at each, and steered at each: tokens per second, against those that the
-  bandwidth of the memory allows. That is the bytes of the weights over the bytes per second of a copy, which is measured too;
-* the seconds until the first result of a steered trace, on a model that was never compiled and on one that was.
+* decoding of 64 tokens, without an edit, with one layer saved at each token, and steered at each token: tokens per second, also as a part
+  of the rate that the memory bandwidth allows (the measured bytes per second of a copy, over the bytes of the weights);
+* the seconds until the first result of a steered trace, on a model that was never compiled and on a compiled one.
 
-Each contender's result is compared with that of the first one before it is timed, and one that fails is in the table with its error. Tokens
-are counted that are the same: one that rounds to the other of two equal logits changes all that follow.
-The contenders of a table take turns, in an order shuffled anew each round; a figure is the median of the rounds.
+Before it is timed, the result of each contender is compared with that of the first one. A contender that fails is in the table with its
+error. Generations may differ, because rounding can decide between two equal logits and thus change all later tokens; the table shows the
+share of equal tokens. The contenders of a table take turns, in a new random order each round; a figure is the median of the rounds.
 
 ``python benchmarks/gpu.py [--shapes 1B,8B] [--rounds N] [--device cpu] [--out FILE]`` prints a table and writes it to
 ``benchmarks/results/gpu.json``. On the CPU, with ``--shapes tiny``, it checks itself.
@@ -36,7 +36,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Compile times are those of a first run, not of what an earlier one left in inductor's cache.
+# An empty cache of Inductor, so that compile times are those of a first run.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="gpu_")
 
 import torch
@@ -56,15 +56,15 @@ SHAPES = {
 SEQUENCE, TOKENS = 128, 64
 GRAPHS = "reduce-overhead"
 
-#: How far a result may be from that of the first contender, as a part of its norm: bfloat16 keeps eight bits, and a compiled model rounds
-#: at other places. A result without the edit is farther.
+#: The largest distance of a result from that of the first contender, relative to its norm. bfloat16 has eight bits, and a compiled model
+#: rounds at other places. A result without the edit has a larger distance.
 TOLERANCE = 5e-2
 
 Contenders = dict[str, Callable[[], Any]]
 
 
 class Bench:
-    """One model and what is done to it.
+    """One model and its measurements.
 
     Args:
         shape: A name in :data:`SHAPES`.
@@ -89,11 +89,11 @@ class Bench:
         self.rows: list[dict[str, Any]] = []
 
     def fresh(self) -> torch.nn.Module:
-        """Return a model of its own modules with the very weights."""
+        """Return a model with new modules and the same weight tensors."""
         with torch.device("meta"):
             other = transformers.LlamaForCausalLM(self.config).to(torch.bfloat16).eval()
         other.load_state_dict(self.net.state_dict(), assign=True)
-        # What is computed from the configuration is no weight.
+        # Its buffers are computed from the configuration and are not in the state dict.
         other.model.rotary_emb = copy.deepcopy(self.net.model.rotary_emb)
         return other
 
@@ -103,7 +103,7 @@ class Bench:
             torch.cuda.synchronize()
 
     def seconds(self, work: Callable[[], Any]) -> float:
-        """Return the time of one call, with all work of the device."""
+        """Return the time of one call, including all its work on the device."""
         self.synchronize()
         start = time.perf_counter()
         work()
@@ -111,7 +111,7 @@ class Bench:
         return time.perf_counter() - start
 
     def table(self, title: str, contenders: Contenders, reference: str, rounds: int, warm: int = 3, tolerance: float = TOLERANCE) -> None:
-        """Check and time the contenders; ratios are to the time of ``reference``, whose results the others are compared with."""
+        """Compare the results of the contenders with those of ``reference``, time them, and add rows with ratios to its time."""
         expected, errors, same = flat(contenders[reference]()), {}, {}
         for name, contender in contenders.items():
             try:
@@ -280,7 +280,7 @@ class Bench:
         contenders = {
             "torch hooks": cleared(hooks), "compiled trace": cleared(lambda: trace(True)), "eager trace": cleared(lambda: trace(False)),
         }  # fmt: skip
-        # A sum of products of rounded gradients has fewer right bits than the logits.
+        # A sum of products of rounded gradients is less exact than the logits.
         self.table("attribution patching, 8 x 64", contenders, "torch hooks", self.rounds, tolerance=0.2)
 
     @torch.no_grad()
@@ -395,12 +395,12 @@ class Bench:
 
 
 class Keeping(torch.nn.Module):
-    """A model that returns its logits and the outputs of layers, as one would write it."""
+    """A model edited by hand to return its logits and the outputs of ``layers``."""
 
     def __init__(self, net: torch.nn.Module, layers: list[int]) -> None:
         super().__init__()
         for layer in layers:
-            net.model.layers[layer] = Kept(net.model.layers[layer])
+            net.model.layers[layer] = StoringLayer(net.model.layers[layer])
         self.net, self.layers = net, layers
 
     def forward(self, ids: torch.Tensor) -> Any:
@@ -408,8 +408,8 @@ class Keeping(torch.nn.Module):
         return logits, [self.net.model.layers[layer].kept for layer in self.layers]
 
 
-class Around(torch.nn.Module):
-    """A module in the place of another, whose attributes it has."""
+class Wrapping(torch.nn.Module):
+    """A module that replaces ``block`` and has its attributes."""
 
     def __init__(self, block: torch.nn.Module) -> None:
         super().__init__()
@@ -422,8 +422,8 @@ class Around(torch.nn.Module):
             return getattr(super().__getattr__("block"), name)
 
 
-class Kept(Around):
-    """A layer that keeps its output."""
+class StoringLayer(Wrapping):
+    """A layer that stores its output in ``kept``."""
 
     kept: torch.Tensor
 
@@ -432,8 +432,8 @@ class Kept(Around):
         return self.kept
 
 
-class Steered(Around):
-    """A layer with a vector added to its output."""
+class Steered(Wrapping):
+    """A layer with a vector added to the last position of its output."""
 
     def __init__(self, block: torch.nn.Module, vector: torch.Tensor) -> None:
         super().__init__(block)
@@ -446,7 +446,7 @@ class Steered(Around):
 
 
 def hand_edited(net: torch.nn.Module, layer: int, vector: torch.Tensor) -> torch.nn.Module:
-    """Put :class:`Steered` in the place of a layer."""
+    """Replace a layer by :class:`Steered`; return ``net``."""
     net.model.layers[layer] = Steered(net.model.layers[layer], vector)
     return net
 
@@ -473,7 +473,7 @@ def flat(value: Any) -> list[torch.Tensor]:
 
 
 def check(found: list[torch.Tensor], expected: list[torch.Tensor], tolerance: float) -> float | None:
-    """Compare results; return the part of the tokens that are the same, if they are tokens."""
+    """Compare results, and return the share of equal tokens, or ``None`` if the results are not tokens."""
     assert [tensor.shape for tensor in found] == [tensor.shape for tensor in expected]
     same = None
     for one, other in zip(found, expected, strict=True):
@@ -517,7 +517,7 @@ def main() -> None:
                 bench.rows.append({"shape": shape, "table": table, "what": "", "error": f"{type(error).__name__}: {error}"[:500]})
                 print_row(bench.rows[-1])
             print(f"{'':5} {table}: {time.perf_counter() - start:.0f} s", flush=True)
-            # After each table, so that a machine that is taken away takes one table with it.
+            # Write after each table, so that an interrupted run loses only one table.
             report["rows"] += bench.rows[before:]
             options.out.write_text(json.dumps(report, indent=2) + "\n")
         del bench

@@ -1,7 +1,7 @@
-"""The time of a fixed piece of work on this machine, to be stored with the figures of a benchmark.
+"""The time of fixed work on this machine, which is stored with the figures of a benchmark.
 
-Machines differ, and a shared one differs from hour to hour: the same commit has given figures twice as high. Ratios of one run
-stand that; milliseconds are to be read with these times.
+Machines differ in speed, and the speed of a shared machine changes: the same commit has given figures twice as high. Ratios of one
+run are not affected. Compare milliseconds only together with these times.
 """
 
 from __future__ import annotations

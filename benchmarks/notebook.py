@@ -1,22 +1,22 @@
-"""What a notebook of 15 typical cells costs, with everything at its default: ``model.compile()``, gradients, cache, Inductor.
+"""The cost of a notebook with 15 typical cells, with all defaults: ``model.compile()``, gradients, cache, Inductor.
 
 The cells are those of a newcomer's notebook on a GPT-2: prompts of several lengths, a batch, the logit lens, patching, steering,
-attribution, generation, operations behind ``.source``, a skip, a cache, an edit. Each runs twice. The first run is what a user
-waits for; the second shows the cost when everything is compiled. Two models: the one that ships with the package, and a GPT-2 of
-12 layers and width 768 with random weights.
+attribution, generation, operations behind ``.source``, a skip, a cache, an edit. Each cell runs twice. The first run is the time that
+a user waits; the second run shows the cost when everything is compiled. There are two models: the demo model, and a GPT-2 with 12
+layers of width 768 and random weights.
 
-Contenders, each in a process of its own:
+Contenders, each in a separate process:
 
-* *eager*: the same cells on the eager model, which are the reference for values too;
+* *eager*: the same cells on the eager model, which is also the reference for values;
 * *compiled*: with an empty cache of compiled code;
-* *second process*: compiled, with the cache of compiled code that the contender before has filled;
-* with ``--against REV`` both of these with the package at that revision of git.
+* *second process*: compiled, with the cache of compiled code that the previous contender has filled;
+* with ``--against REV``: the last two with the package at that revision of git.
 
-Counts of each cell are those of ``nnsight.fx.counters``: captures, recordings, compiles, loads, reuses and breaks (a run of the model
-that left compiled mode is a break, too). Once torch's own limit of captures is reached, a cell counts as failed: it is quick, because
-it is not compiled. A cell that raises is reported with the last line of its error, and a value that differs from
-eager by more than rounding is an error. CPU seconds are those of the process and of the compilers that it starts: on a machine that
-others use as well, they say more than the clock. Totals and ratios are of first runs, of the cells that no contender failed in.
+The counts of each cell come from ``nnsight.fx.counters``: captures, recordings, compiles, loads, reuses and breaks (a compiled trace
+without a captured graph counts as a break, too). Once torch's own limit of captures is reached, a cell counts as failed, because new
+code then runs uncompiled. A cell that raises is reported with the last line of its error, and a value that differs from eager by more
+than rounding is an error. CPU seconds include the compilers that the process starts; on a shared machine they are more reliable than
+the clock. Totals and ratios cover the first runs of the cells that failed for no contender.
 
 ``python benchmarks/notebook.py [--against REV] [--models NAME ...] [--cells NAME ...] [--quick]`` prints tables and writes
 ``benchmarks/results/notebook.json``.
@@ -52,7 +52,7 @@ PROMPTS = (
 )
 OPENERS = ["The movie was", "The concert was", "Hello", FACT]
 
-#: Notes what a run of a cell has seen: its tracer and tensors.
+#: Records the tracer and the tensors of a trace in a cell.
 See = Callable[..., None]
 Cell = Callable[[Any, See], None]
 Row = dict[str, Any]
@@ -71,14 +71,14 @@ def lengths(model: Any, see: See) -> None:
 
 
 def every_layer(model: Any, see: See) -> None:
-    """The residual stream behind every layer."""
+    """The residual stream after every layer."""
     with model.trace(FACT) as tracer:
         hidden = [layer.output.save() for layer in model.transformer.h].save()
     see(tracer, *hidden)
 
 
 def logit_lens(model: Any, see: See) -> None:
-    """What the head makes of every layer."""
+    """The predictions of the head from every layer."""
     with model.trace(SOURCE) as tracer:
         streams = (model.transformer.ln_f(layer.output[:, -1]) for layer in model.transformer.h)
         lens = [model.lm_head(stream).softmax(-1).save() for stream in streams].save()
@@ -111,7 +111,7 @@ def patching(model: Any, see: See) -> None:
 
 
 def patching_in_a_batch(model: Any, see: See) -> None:
-    """The same between two invokes, one waiting for the other."""
+    """The same patch between two invokes, where one waits for the other."""
     with model.trace() as tracer:
         barrier = tracer.barrier(2)
         with tracer.invoke(SOURCE):
@@ -125,7 +125,7 @@ def patching_in_a_batch(model: Any, see: See) -> None:
 
 
 def steering(model: Any, see: See) -> None:
-    """A vector added to one layer, of several strengths."""
+    """A vector added at one layer, with several strengths."""
     import torch
 
     vector = torch.linspace(-1, 1, model.config.n_embd)
@@ -137,7 +137,7 @@ def steering(model: Any, see: See) -> None:
 
 
 def attribution(model: Any, see: See) -> None:
-    """Gradients of a logit with respect to every layer, times what the layer returned."""
+    """Gradients of a logit with respect to the output of every layer, times this output."""
     with model.trace(FACT) as tracer:
         hidden = [layer.output for layer in model.transformer.h]
         loss = model.lm_head.output[0, -1].max()
@@ -147,7 +147,7 @@ def attribution(model: Any, see: See) -> None:
 
 
 def source(model: Any, see: See) -> None:
-    """An operation inside of an attention."""
+    """An operation inside an attention module."""
     with model.trace(FACT) as tracer:
         attention = model.transformer.h[1].attn.source.attention_interface_0.output[0].save()
         logits = model.lm_head.output.save()
@@ -155,7 +155,7 @@ def source(model: Any, see: See) -> None:
 
 
 def skip(model: Any, see: See) -> None:
-    """A layer left out."""
+    """A skipped layer."""
     with model.trace(FACT) as tracer:
         model.transformer.h[1].skip(model.transformer.h[0].output)
         logits = model.lm_head.output.save()
@@ -163,14 +163,14 @@ def skip(model: Any, see: See) -> None:
 
 
 def cache(model: Any, see: See) -> None:
-    """What all feed-forward networks returned."""
+    """A cache of the outputs of all MLPs."""
     with model.trace(FACT) as tracer:
         kept = tracer.cache(modules=[layer.mlp for layer in model.transformer.h])
     see(tracer, *[kept[f"model.transformer.h.{index}.mlp"].output for index in range(len(model.transformer.h))])
 
 
 def generation(model: Any, see: See) -> None:
-    """Six tokens of one prompt, looked at one by one."""
+    """Six generated tokens of one prompt, read one by one."""
     with model.generate(FACT, max_new_tokens=6, do_sample=False) as tracer:
         tokens = [].save()
         for _step in tracer.iter[:6]:
@@ -180,7 +180,7 @@ def generation(model: Any, see: See) -> None:
 
 
 def steered_generation(model: Any, see: See) -> None:
-    """Six tokens of a batch of four, steered at each step."""
+    """Six generated tokens of a batch of four prompts, steered at each step."""
     import torch
 
     vector = torch.linspace(-1, 1, model.config.n_embd)
@@ -192,7 +192,7 @@ def steered_generation(model: Any, see: See) -> None:
 
 
 def edit(model: Any, see: See) -> None:
-    """An edit that stays: a trace and a generation of the edited model."""
+    """A persistent edit: a trace and a generation of the edited model."""
     with model.edit() as edited:
         model.transformer.h[2].mlp.output[:] *= 0.5
     with edited.trace(SOURCE) as tracer:
@@ -234,7 +234,7 @@ CELLS: tuple[Cell, ...] = (
 )
 
 
-# -- one contender, in a process of its own -------------------------------------------------------------------------------
+# -- one contender, in a separate process ---------------------------------------------------------------------------------
 
 
 def demo() -> Any:
@@ -261,7 +261,7 @@ MODELS: dict[str, Callable[[], Any]] = {"demo": demo, "gpt2": gpt2}
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of all that it has started, those that still run included."""
+    """Return the CPU seconds of this process and of all processes that it has started, including running ones."""
     times = os.times()
     total = times.user + times.system + times.children_user + times.children_system
     if not Path("/proc/self/stat").exists():
@@ -285,7 +285,7 @@ def cpu_seconds() -> float:
 
 
 class LimitReached(logging.Handler):
-    """Notes that torch has captured a function as often as it does: whatever is new then runs uncompiled."""
+    """Detects that torch has reached its limit of captures, after which new code runs uncompiled."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -323,7 +323,7 @@ def run_cell(cell: Cell, model: Any) -> Row:
 
 
 def differs(tensors: list[Any], reference: list[Any]) -> str | None:
-    """Return how values differ from those of the eager model, if they do."""
+    """Return a message about the first value that differs from the eager one, or ``None``."""
     import torch
 
     for ours, theirs in zip(tensors, reference, strict=True):
@@ -335,7 +335,7 @@ def differs(tensors: list[Any], reference: list[Any]) -> str | None:
 
 
 def measure(model_name: str, backend: str | None, cells: list[str], reference: Path) -> list[Row]:
-    """Run the notebook in this process, compiled by ``backend`` if there is one; compare values with those that the eager run wrote."""
+    """Run the notebook in this process, compiled if ``backend`` is given, and compare values with the file of the eager run."""
     import torch
     from tqdm.auto import tqdm
 
@@ -375,7 +375,7 @@ def measure(model_name: str, backend: str | None, cells: list[str], reference: P
 
 @contextlib.contextmanager
 def tree_at(revision: str) -> Iterator[Path]:
-    """Check out ``revision`` beside this tree for a while."""
+    """Check out ``revision`` in a temporary folder; yield the folder."""
     with tempfile.TemporaryDirectory(prefix="notebook_tree_") as folder:
         tree = Path(folder) / "tree"
         git = ["git", "-C", str(HERE)]
@@ -389,7 +389,7 @@ def tree_at(revision: str) -> Iterator[Path]:
 def run_apart(
     tree: Path, model: str, backend: str | None, cells: list[str], reference: Path, compile_cache: Path
 ) -> list[Row]:
-    """Run the notebook in a process of its own, with the package of ``tree``."""
+    """Run the notebook in a separate process, with the package of ``tree``."""
     result = compile_cache.parent / "rows.json"
     command = [sys.executable, __file__, "--in-this-process", str(result), "--models", model, "--cells", *cells]
     command += ["--reference", str(reference), *(["--backend", backend] if backend else [])]
@@ -400,14 +400,14 @@ def run_apart(
 
 
 def totals(rows: list[Row], cells: set[str]) -> Row:
-    """Return what the first runs of ``cells`` took together."""
+    """Return the sums of times and counts over the first runs of ``cells``."""
     chosen = [row for row in rows if row["cell"] in cells]
     names = ("seconds", "cpu_seconds", *COUNTS)
     return {name: sum(row[name] for row in chosen) for name in names}
 
 
 def show(model: str, found: dict[str, list[Row]]) -> None:
-    """Print a table: what each cell took under each contender, and counts."""
+    """Print a table for each contender, with times and counts of each cell."""
     for contender, rows in found.items():
         print(f"\n{model}, {contender}")
         head = "".join(f"{name:>11}" for name in COUNTS)

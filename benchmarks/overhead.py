@@ -1,27 +1,27 @@
-"""What a trace costs over the same edit by hand: ratios measured in one run.
+"""The overhead of a trace over the same edit by hand: ratios measured in one run.
 
-Rows for GPT-2-shaped models (12 layers of width 768, and 4 of width 256; random weights, batch 1 x 32 tokens, no_grad), steering
-at the layer in the middle and saving the last but one and the logits:
+Rows for GPT-2-shaped models (12 layers of width 768, and 4 of width 256; random weights, batch 1 x 32 tokens, no_grad). A block
+steers at the middle layer, and saves the output of the last layer but one and the logits:
 
 * a compiled trace against the model edited by hand and compiled with ``torch.compile``; also with the outputs of all layers
-  saved and nothing edited; each with repeated layers lowered once, as is the default, and with the graph lowered in one
-  (``compile={"regions": False}``, which is the final state of ``compile="background"``);
-* the same program bound to the model, its edit as a compiled edit, and baked into a module that ``torch.compile`` compiles;
+  saved and nothing edited; each with repeated layers lowered once, the default, and with the whole graph lowered at once
+  (``compile={"regions": False}``, the final state of ``compile="background"``);
+* the same program bound to the model, as a compiled edit, and baked into a module that ``torch.compile`` compiles;
 * an eager trace against plain torch hooks that do the same;
 * the wrapped compiled model without an edit against the plain compiled model;
-* time to the first compiled result of a new block on a model that is already captured.
+* the time to the first compiled result of a new block on a model that is already captured.
 
-Rows for a tiny net (12 x Linear(64), ``tiny_net.py``), where the model costs next to nothing: microseconds a trace adds
-to the plain call for 0, 1 and 12 saves and edits, with plain hooks in the same table; from them
-follow the costs of a trace, of each save in it and of each edit (see :func:`costs`). Compiled traces are compared with the
-net edited by hand and compiled, to which each may add 60 us. With ``--peer`` the public package
-is in the table too; it runs in an environment of its own, which is made when it is missing (``workers.py``).
+Rows for a tiny net (12 x Linear(64), ``tiny_net.py``) that takes almost no time: the microseconds that a trace adds to the plain
+call for 0, 1 and 12 saves and edits, and the same for plain hooks. The costs of a trace, of a save and of an edit are computed
+from these times (see :func:`costs`). Compiled traces are compared with the net edited by hand and compiled, to which each may add
+60 us. With ``--peer`` the table includes the public package, in a separate environment that is made if it is missing
+(``workers.py``).
 
-The contenders of a table run interleaved, in an order shuffled anew each round, so drift of the machine hits all of them. A ratio
-of the first table is the median over the rounds of the ratio in one round; in the second, medians are compared. There a round
-takes many short turns, and a contender's time in it is the lower quartile of its calls: a machine that changes its speed, or is
-interrupted, adds to some calls and takes from none. With ``--processes N`` a ratio of the first table is the median of those that N
-processes measured: the memory addresses of the code that each compiles make a difference of two percent either way.
+The contenders of a table run interleaved, in a new random order each round, so changes of the machine's speed affect all of them.
+A ratio of the first table is the median over the rounds of the ratio in one round; the second table compares medians. In the
+second table a round has many short turns, and a contender's time is the lower quartile of its calls, because interruptions only
+make calls slower. With ``--processes N`` a ratio of the first table is the median over N processes, because the memory addresses
+of compiled code change the times by up to two percent.
 ``python benchmarks/overhead.py [--rounds N] [--processes N] [--quick] [--only MODEL] [--peer]`` prints
 tables and writes them to ``benchmarks/results/overhead.json``.
 """
@@ -43,7 +43,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-# Compile times are those of a first run, not of what an earlier one left in inductor's cache.
+# An empty cache of Inductor, so that compile times are those of a first run.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="overhead_")
 
 import torch
@@ -58,16 +58,16 @@ from nnsight import NNsight
 
 SEQUENCE = 32
 
-#: Layers, width, and how much slower than the model edited by hand a compiled trace may be.
+#: Layers, width, and the bar: the largest time of a compiled trace over that of the model edited by hand.
 SHAPES = ((12, 768, 1.02), (4, 256, 1.05))
 
 RESULTS = Path(__file__).parent / "results" / "overhead.json"
 OURS, THEIRS = "this package", PEER
 
-#: How many turns each contender for the tiny net has in a round.
+#: Turns of each contender for the tiny net in a round.
 TURNS = 10
 
-#: How many microseconds a compiled trace of the tiny net may add to the net edited by hand and compiled.
+#: Microseconds that a compiled trace of the tiny net may add to the net edited by hand and compiled.
 COMPILED_BAR = 60
 
 #: Microseconds of each round, by package and contender.
@@ -75,7 +75,7 @@ Times = dict[tuple[str, str], list[float]]
 
 
 class Steered(torch.nn.Module):
-    """A block with a vector added to its output, as one would write it into the model."""
+    """A block with a vector added at the last position of its output: the edit in the source of the model."""
 
     def __init__(self, block: torch.nn.Module, vector: torch.Tensor) -> None:
         super().__init__()
@@ -88,8 +88,8 @@ class Steered(torch.nn.Module):
         return hidden
 
 
-class Kept(torch.nn.Module):
-    """A block that keeps its output."""
+class StoringBlock(torch.nn.Module):
+    """A block that stores its output in ``kept``."""
 
     def __init__(self, block: torch.nn.Module) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Kept(torch.nn.Module):
 
 
 class HandEdited(torch.nn.Module):
-    """The model with the edit in its source, if there is one; returns logits and the outputs of the layers ``saved``."""
+    """The model, edited by hand at layer ``steered`` unless that is None. Returns logits and the outputs of the layers ``saved``."""
 
     def __init__(self, model: torch.nn.Module, steered: int | None, vector: torch.Tensor, saved: list[int]) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class HandEdited(torch.nn.Module):
         if steered is not None:
             layers[steered] = Steered(layers[steered], vector)
         for index in saved:
-            layers[index] = Kept(layers[index])
+            layers[index] = StoringBlock(layers[index])
         self.keepers = torch.nn.ModuleList([layers[index] for index in saved])
         self.model = model
 
@@ -127,7 +127,7 @@ def gpt2(layers: int, width: int) -> torch.nn.Module:
 
 
 def interleaved(contenders: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each contender in each round, within which the order is shuffled."""
+    """Return the seconds of each contender in each round. Each round has a new random order."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = random.Random(0)
     for _ in range(rounds):
@@ -149,7 +149,7 @@ def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[
     net = gpt2(layers, width)
 
     def alike() -> torch.nn.Module:
-        """Return another model with the very weights: where in memory they lie is worth percents."""
+        """Return another model with the same weight tensors, because their memory addresses change times by percents."""
         other = gpt2(layers, width)
         other.load_state_dict(net.state_dict(), assign=True)
         return other
@@ -287,13 +287,13 @@ def measure_gpt2(rounds: int, layers: int, width: int, bar: float) -> list[dict[
 
 
 def measure_shapes(rounds: int, quick: bool) -> list[dict[str, Any]]:
-    """Measure GPT-2 of each shape, of the smaller one only if ``quick``."""
+    """Measure GPT-2 of each shape, or only of the smaller one if ``quick``."""
     with torch.no_grad():
         return [row for shape in SHAPES[quick:] for row in measure_gpt2(rounds, *shape)]
 
 
 def of_processes(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the medians of what several processes measured of one row, and the ratio in each."""
+    """Return the medians of one row over several processes, and the ratio of each process."""
     medians = {name: statistics.median(row[name] for row in rows) for name in ("ours_ms", "theirs_ms", "ratio")}
     return {**rows[0], **medians, "ratios": [row["ratio"] for row in rows]}
 
@@ -301,10 +301,10 @@ def of_processes(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def measure_tiny(
     rounds: int, calls: int, peer: Path | None
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
-    """Time the tiny net in workers, of this package and of the public one, that take turns.
+    """Time the tiny net in workers of this package and of the public package, which take turns.
 
     Args:
-        rounds: Each contender runs once in each, in an order shuffled anew.
+        rounds: Number of rounds. Each contender has several short turns in a round.
         calls: Calls of a contender in a round; their lower quartile is the time of the round.
         peer: Folder of the environment of the public package; ``None`` leaves it out.
 
@@ -336,7 +336,7 @@ def measure_tiny(
 
 
 def base_of(name: str) -> str:
-    """Return the contender that does without a trace what ``name`` does, or the plain call."""
+    """Return the contender without a trace that ``name`` is compared with: the same edit by hand, or a plain call."""
     if name == "compiled trace, empty" or name in ("wrapped compiled call", "plain compiled call"):
         return "plain compiled call"
     if name.startswith("compiled"):
@@ -345,26 +345,26 @@ def base_of(name: str) -> str:
 
 
 def over(times: Times, job: tuple[str, str], base: tuple[str, str]) -> list[float]:
-    """Return by how much ``job`` took longer than ``base`` in each round."""
+    """Return the time of ``job`` minus that of ``base``, in each round."""
     return [value - other for value, other in zip(times[job], times[base], strict=True)]
 
 
 def summary(values: list[float]) -> dict[str, Any]:
-    """Return the median over rounds, and between which values the middle half of them lies."""
+    """Return the median over rounds, and the quartiles."""
     low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return {"us": statistics.median(values), "middle_half_us": [low, high]}
 
 
 def costs(times: Times) -> list[dict[str, Any]]:
-    """Return what parts of a trace cost, by differences between contenders of one environment.
+    """Return the costs of parts of a trace, as differences between contenders of one environment.
 
-    They are taken round by round, so drift cancels out. With `t` the time of a round:
+    The differences are taken round by round, so changes of the machine's speed cancel out. With `t` the time of a round:
 
-    * a trace that does nothing: ``t(empty) - t(plain call)``;
+    * an empty trace: ``t(empty) - t(plain call)``;
     * a trace with one save: ``t(1 save) - t(plain call)``;
     * each further save: ``(t(12 saves) - t(1 save)) / 11``;
-    * each edit: ``(t(12 edits) - t(empty)) / 12`` less the addition itself, which is what makes a hook that adds slower
-      than one that keeps: ``(t(hooks, 12 edits) - t(hooks, 12 saves)) / 12``.
+    * each edit: ``(t(12 edits) - t(empty)) / 12``, minus the time of the addition itself, which is the difference between
+      a hook that adds and a hook that stores: ``(t(hooks, 12 edits) - t(hooks, 12 saves)) / 12``.
 
     For hooks, `empty` is the plain call.
     """
@@ -390,7 +390,7 @@ def costs(times: Times) -> list[dict[str, Any]]:
 
 
 def ratios(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return our traces' costs as multiples of the public package's, where that was measured, and of hooks'."""
+    """Return the costs of our traces as multiples of those of hooks, and of the public package if it was measured."""
     by_key = {(cost["package"], cost["how"], cost["part"]): cost["us"] for cost in found}
     return [
         {
@@ -432,7 +432,7 @@ def show_gpt2(rows: list[dict[str, Any]]) -> None:
 
 
 def write(section: str, content: dict[str, Any]) -> None:
-    """Replace one section of the results; the other keeps the numbers, and the account, of its own run."""
+    """Replace one section of the results. The other section keeps the figures and the environment of its own run."""
     RESULTS.parent.mkdir(exist_ok=True)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     account = {
@@ -455,7 +455,7 @@ def main() -> None:
         "--processes",
         type=int,
         default=1,
-        help="processes that measure GPT-2, one after the other; ratios are the medians of theirs",
+        help="processes that measure GPT-2, one after the other; ratios are medians over them",
     )
     parser.add_argument("--only", choices=["gpt2", "tiny"], help="measure one model only")
     parser.add_argument(

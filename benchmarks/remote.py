@@ -1,16 +1,16 @@
 """The cost of a block on a server: ratios measured in one run.
 
-The server is a process of its own on this machine (``nnsight serve nnsight/demo``), so the numbers have the protocol, the
-recording of the block and its checks in them, and no network. Measured:
+The server is a separate process on this machine (``nnsight serve nnsight/demo``). The figures therefore include the protocol, the
+recording of the block and its checks, but no network. Measured:
 
-* the time of a blocking steering trace on the server, over the same trace here: median, interleaved in shuffled order; and the parts
-  of that time for reading the payload and for checking the program;
-* jobs per second with 32 clients that submit jobs recorded before, where jobs share forward passes (``--together 32``), over a
-  server that runs each alone (``--together 1``); batches of the two servers take turns. Results of both are those of a run alone, here.
-  Beside it: the processor time of the server for a job, which other work on the machine does not change; the time of a forward
-  pass of 32 rows in passes of one row; and the cost of jobs on a server whose engine does nothing. These limit what sharing can save;
-* the same for jobs that generate 16 tokens, steered at each;
-* a fixed piece of work, which characterizes the machine.
+* the median time of a blocking steering trace on the server, over that of the same trace in this process, interleaved in random order;
+  and the time for reading the payload and checking the program;
+* jobs per second of 32 clients that submit recorded jobs, on a server where jobs share forward passes (``--together 32``), over a server
+  that runs each job alone (``--together 1``). The two servers take turns, and all results are compared with those of a run alone in this
+  process. Three more figures limit the possible gain: the CPU time of the server for a job, which other load does not change; the time of
+  a forward pass of 32 rows, in passes of one row; and the cost of jobs on a server whose engine does nothing;
+* the same for jobs that generate 16 tokens, steered at each token;
+* the time of fixed work, which characterizes the machine.
 
 ``python benchmarks/remote.py [--rounds N] [--quick]`` prints a table and writes ``benchmarks/results/remote.json``.
 """
@@ -56,7 +56,7 @@ KEY = "nnsight/demo"
 TOKENS = 16
 SECRET = secrets.token_urlsafe(32)
 
-#: A server whose engine gives the same result to every job: what is left is the protocol, the queue and the files.
+#: A server whose engine gives the same result to every job. Only the protocol, the queue and the files cost time.
 IDLE = """
 import sys
 from pathlib import Path
@@ -74,14 +74,14 @@ serve({ModelKey("nnsight/demo"): ThreadEngine(lambda payloads, logs: [found])}, 
 def server(
     together: int, keep: float = 3600, result: bytes | None = None, more: Sequence[str] = ()
 ) -> Iterator[tuple[str, int]]:
-    """Run a server in a process of its own, which keeps results for so many seconds; yield its address and the number of the process.
+    """Run a server in a separate process that keeps results for ``keep`` seconds; yield its address and the process id.
 
-    With ``result``, it runs no job and gives each this result. ``more`` are further options.
+    With ``result``, the server runs no job and returns this result for each. ``more`` are further options of the command.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as spool:
-        # The account without a key has a queue for a few clients; 32 need a key of their own, which is the same for all servers.
+        # The account without a key has a short queue. 32 clients need a key, which is the same for all servers.
         keys = Path(spool) / "keys.json"
         os.environ["NDIF_API_KEY"] = SECRET
         keys.write_text(json.dumps({"keys": [{"name": "bench", "sha256": hash_of(SECRET), "queue": 1000}]}), encoding="utf-8")
@@ -102,26 +102,26 @@ def server(
 
 
 class Recording(ProgramBackend):
-    """Keeps the payload of a block and runs nothing."""
+    """Stores the payload of a block and runs nothing."""
 
     def submit(self, recorded: Any) -> None:
         self.payload = recorded.payload()
 
 
 def payloads(model: Any, count: int) -> list[bytes]:
-    """Return steering programs of several users: one prompt length, other layers and directions."""
+    """Return steering programs of several users: one prompt, with different layers and directions."""
     made = []
     for number in range(count):
         direction, layer, backend = torch.randn(model.config.n_embd), number % 4, Recording()
         with model.trace(PROMPT, backend=backend):
             model.transformer.h[layer].output[:, -1] += 4.0 * direction
-            logits = model.lm_head.output[:, -1].save()  # noqa: F841 - what has a name is sent back
+            logits = model.lm_head.output[:, -1].save()  # noqa: F841 - named saves are sent back
         made.append(backend.payload)
     return made
 
 
 def generations(model: Any, count: int) -> list[bytes]:
-    """Return generations of several users that are steered at each token, as in :func:`payloads`."""
+    """Return generations of several users, steered at each token, with different layers and directions."""
     made = []
     for number in range(count):
         direction, layer, backend = torch.randn(model.config.n_embd), number % 4, Recording()
@@ -130,19 +130,19 @@ def generations(model: Any, count: int) -> list[bytes]:
                 for _ in tracer.iter[:TOKENS]:
                     model.transformer.h[layer].output[:, -1] += direction
             with tracer.invoke():
-                logits = tracer.result.save()  # noqa: F841 - what has a name is sent back
+                logits = tracer.result.save()  # noqa: F841 - named saves are sent back
         made.append(backend.payload)
     return made
 
 
 def latency(model: Any, address: str, rounds: int) -> dict[str, float]:
-    """Return the median seconds of a steering trace, here and on the server."""
+    """Return the median seconds of a steering trace: in this process, in this process as data, and on the server."""
     direction = torch.randn(model.config.n_embd)
 
     def run(**where: Any) -> None:
         with model.trace(PROMPT, **where):
             model.transformer.h[2].output[:, -1] += 4.0 * direction
-            logits = model.lm_head.output[:, -1].save()  # noqa: F841 - what has a name is sent back
+            logits = model.lm_head.output[:, -1].save()  # noqa: F841 - named saves are sent back
 
     contenders: dict[str, Callable[[], None]] = {
         "here": run,
@@ -160,7 +160,7 @@ def latency(model: Any, address: str, rounds: int) -> dict[str, float]:
 
 
 def check_time(model: Any, payload: bytes, times: int = 50) -> float:
-    """Return the median seconds in which a payload is read and checked, by a server that has seen its program before."""
+    """Return the median seconds for reading and checking a payload whose program has been checked before."""
 
     def timed() -> float:
         start = time.perf_counter()
@@ -172,7 +172,7 @@ def check_time(model: Any, payload: bytes, times: int = 50) -> float:
 
 
 def rows_at_once(model: Any, rows: int, times: int = 30) -> float:
-    """Return how many passes of one row a forward pass of so many rows takes, in processor time."""
+    """Return the CPU time of a forward pass of ``rows`` rows, over that of a pass of one row."""
     ids = model.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
 
     def timed(batch: torch.Tensor) -> float:
@@ -186,14 +186,14 @@ def rows_at_once(model: Any, rows: int, times: int = 30) -> float:
 
 
 def processor_time(process: int) -> float:
-    """Return the seconds of processor time that a process has taken."""
+    """Return the seconds of CPU time that a process has used."""
     with open(f"/proc/{process}/stat", encoding="ascii") as file:
         fields = file.read().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def burst(client: Client, jobs: list[bytes], clients: int, due: dict[bytes, torch.Tensor]) -> float:
-    """Run ``jobs`` from as many threads as ``clients``, and compare the results with those ``due``; return jobs per second."""
+    """Run ``jobs`` from ``clients`` threads, compare their results with ``due``, and return the jobs per second."""
     left = list(jobs)
     lock = threading.Lock()
     failures: list[str] = []
@@ -225,7 +225,7 @@ def burst(client: Client, jobs: list[bytes], clients: int, due: dict[bytes, torc
 def throughput(
     servers: dict[str, tuple[str, int]], jobs: list[bytes], due: dict[bytes, torch.Tensor], turns: int, title: str
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the jobs per second of 32 clients, and the processor time of a job in seconds, for each server, without the first turn."""
+    """Return the jobs per second of 32 clients, and the CPU seconds for each job, by server. The first turn does not count."""
     clients = {name: Client(address) for name, (address, _) in servers.items()}
     rates: dict[str, list[float]] = {name: [] for name in servers}
     taken: dict[str, list[float]] = {name: [] for name in servers}
@@ -242,7 +242,7 @@ def throughput(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--quick", action="store_true", help="a few rounds, to see that it works; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="a few rounds, to check the script; writes nothing")
     options = parser.parse_args()
     rounds = 5 if options.quick else options.rounds
     CONFIG.APP.REMOTE_LOGGING = False

@@ -1,12 +1,12 @@
-"""Programs of remote clients in a vLLM engine, over the same on the usual engine of the server: ratios measured in one run.
+"""Programs of remote clients in a vLLM engine, against the local engine of the server: ratios measured in one run.
 
-Two servers, each a process of its own on this machine, serve the same model with random weights: one with ``--engine vllm``, one
-with ``--engine local``, which runs up to eight jobs of one kind together. 32 clients submit programs that were recorded before: generations
-of 32 tokens, each steered at a layer of its own by a vector of its own. The turns of the servers alternate, and results are compared with
-those of a run here. Measured:
+Two servers, in separate processes on this machine, serve the same model with random weights: one with ``--engine vllm``, and one with
+``--engine local``, which runs up to eight similar jobs together. 32 clients submit recorded programs: generations of 32 tokens, steered at
+four different layers, each by its own vector. The servers take turns in random order, and results are compared with those of a run in this
+process. Measured:
 
 * tokens per second of the 32 clients;
-* the time of one generation of one token, on an idle server: beside vLLM's own engine, without a server, in this process.
+* the time of a generation of one token on an idle server, and in a plain vLLM engine in this process, without a server.
 
 ``.venv-vllm/bin/python benchmarks/remote_engines.py [--rounds N] [--shape S] [--quick]`` prints a table and writes
 ``benchmarks/results/remote_engines.json``.
@@ -44,7 +44,7 @@ TOKENS = 32
 
 
 def generations(model: Any, count: int, tokens: int) -> list[bytes]:
-    """Return generations that are steered at each token, as payloads: at four layers, each by a vector of its own."""
+    """Return payloads of generations, each steered at each token at one of four layers, by its own vector."""
     remote.TOKENS = tokens
     made = []
     for number, recorded in enumerate(itertools.islice(itertools.cycle(remote.generations(model, 4)), count)):
@@ -69,7 +69,7 @@ def first_token(client: Client, jobs: list[bytes], times: int) -> float:
 
 
 def engine_alone(times: int) -> float:
-    """Return the median seconds in which vLLM's own engine makes the first token of the same prompt."""
+    """Return the median seconds in which a plain vLLM engine makes the first token of such a prompt."""
     from vllm import SamplingParams
 
     model, found = VLLM(remote.KEY, dtype="float32", **OPTIONS), []
@@ -83,8 +83,8 @@ def engine_alone(times: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--shape", choices=list(SHAPES), default="gpt2", help="of the model, which has random weights")
-    parser.add_argument("--quick", action="store_true", help="one round, to see that it works; writes nothing")
+    parser.add_argument("--shape", choices=list(SHAPES), default="gpt2", help="shape of the model, which has random weights")
+    parser.add_argument("--quick", action="store_true", help="one round, to check the script; writes nothing")
     options = parser.parse_args()
     rounds = 1 if options.quick else options.rounds
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def measured(rounds: int) -> dict[str, Any]:
-    """Return the figures of this many rounds."""
+    """Return the figures of ``rounds`` rounds."""
     model = nnsight.LanguageModel(remote.KEY, dispatch=True)
     jobs, short = generations(model, CLIENTS, TOKENS), generations(model, 8, 1)
     due = {job: remote.decode_results(remote.execute_payload(model, job))["logits"] for job in jobs}

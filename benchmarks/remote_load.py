@@ -1,12 +1,12 @@
-"""A server under many clients, good and bad: each answer is right, and its memory stays flat.
+"""Load test of a server with valid and invalid jobs of many clients: every answer must be right, and memory must not grow.
 
-A server of the demo model in a process of its own gets jobs from 64 clients at a time. One job in four is wrong in some way: damaged
-bytes, a program that names a module that is not there, or one that fails while it runs. Each answer is compared with the expected one:
-values with those of the same program run alone in this process, so that a result sent to the wrong client is noticed.
-The memory of the server is measured after each tenth of the jobs; after the second it must not grow by more than a tenth.
+A server of the demo model, in a separate process, gets jobs from 64 clients at a time. One in four jobs is wrong: it has damaged bytes,
+names a module that does not exist, or fails while it runs. Each answer is compared with the expected one. Values are compared with those
+of the same program run alone in this process, so a result for another client is noticed.
+The memory of the server is measured after each tenth of the jobs. After the second tenth it must not grow by more than 10 percent.
 
-``python benchmarks/remote_load.py [--jobs N] [--clients N]`` prints the measurements, and exits with 1 if something was wrong; the full
-number of jobs is written to ``benchmarks/results/remote_load.json``.
+``python benchmarks/remote_load.py [--jobs N] [--clients N]`` prints the measurements, and exits with 1 if a check failed. A run with the
+default number of jobs or more writes ``benchmarks/results/remote_load.json``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from nnsight.remote.client.client import Client, RemoteError
 
 RESULTS = Path(__file__).parent / "results" / "remote_load.json"
 
-#: How often each kind of job occurs; what is due is its first word.
+#: The frequency of each kind of job. The first word is the expected verdict.
 KINDS = {"right": 12, "refused: damaged": 1, "refused: no such module": 2, "failed: bad index": 1}
 
 
@@ -46,7 +46,7 @@ def jobs_of(model: Any) -> dict[str, list[bytes]]:
     missing = [payload.replace(b"model.transformer.h.1.output", b"model.transformer.g.1.output") for payload in right]
     with model.trace("The Eiffel Tower is in", backend=Recording()) as tracer:
         hidden = model.lm_head.output[0]
-        found = hidden.gather(0, (hidden.argmax(-1, keepdim=True) + 1_000_000)).save()  # noqa: F841 - what has a name is sent back
+        found = hidden.gather(0, (hidden.argmax(-1, keepdim=True) + 1_000_000)).save()  # noqa: F841 - named saves are sent back
     return {
         "right": right,
         "refused: damaged": [payload[:-7] for payload in right],
@@ -56,7 +56,7 @@ def jobs_of(model: Any) -> dict[str, list[bytes]]:
 
 
 def verdict(client: Client, payload: bytes, due: torch.Tensor | None) -> str:
-    """Run a job; return what became of it, in a word. Values are ``due`` up to the rounding of another size of batch."""
+    """Run a job and return a verdict. Values must equal ``due`` up to the rounding of another batch size."""
     try:
         message, result = list(client.run(payload, KEY))[-1]
     except RemoteError as error:
@@ -68,7 +68,7 @@ def verdict(client: Client, payload: bytes, due: torch.Tensor | None) -> str:
 
 
 def resident(process: int) -> float:
-    """Return the memory of a process, in MiB."""
+    """Return the resident memory of a process, in MiB."""
     with open(f"/proc/{process}/statm", encoding="ascii") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
@@ -85,7 +85,7 @@ def main() -> int:
     jobs = jobs_of(model)
     due = {payload: decode_results(execute_payload(model, payload))["logits"] for payload in jobs["right"]}
     nearest = min((one - two).abs().max().item() for one in due.values() for two in due.values() if one is not two)
-    assert nearest > 0.1, "two programs have the same results, so it would not be seen if they were mixed up"
+    assert nearest > 0.1, "two programs have almost equal results, so swapped results would not be noticed"
     answered = 0
     surprises: Counter[str] = Counter()
     memory: list[float] = []

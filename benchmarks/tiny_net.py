@@ -1,12 +1,12 @@
-"""A net that costs next to nothing, so that what a trace adds can be seen; and the worker that times it.
+"""A net that takes almost no time, which makes the time of a trace visible; and the worker that times it.
 
-Two packages of one name cannot be in one process. So this file runs as a worker in the environment of each, and
-uses only names that both have: ``NNsight``, ``trace``, ``output``, ``save``. Its parent (``workers.py``) writes a line
-``run CALLS NAME`` and reads a line of CALLS times in nanoseconds; the first line has the versions and the names.
-``--compiled`` adds contenders of this repository alone.
+Two packages of the same name cannot be in one process. So this file runs as a worker in the environment of each, and
+uses only names that both have: ``NNsight``, ``trace``, ``output``, ``save``. The parent (``workers.py``) writes a line
+``run CALLS NAME`` and reads a line of CALLS times in nanoseconds. The first line of a worker has versions and names.
+``--compiled`` adds contenders that only this package has.
 
-Every worker times the plain call and plain hooks too, so the rows of one environment are compared with a base
-measured in that environment. Before it times anything a worker checks each contender against plain hooks.
+Every worker also times the plain call and plain hooks, so the rows of an environment are compared with a base that is
+measured in the same environment. Before it times anything, a worker compares each contender with plain hooks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make_net() -> torch.nn.Sequential:
     return torch.nn.Sequential(*[torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)])
 
 
-# -- traces: a function for each block, because a block is found by its place in the source --------------------------------
+# -- traces: a function for each block, because a block is found by its line in the source ---------------------------------
 
 
 def empty_block(model: Any, layers: list[Any]) -> None:
@@ -110,7 +110,7 @@ TRACES: dict[str, Block] = {
     f"{LAYERS} edits": all_edits,
 }
 
-#: Compiled traces keep what their edits lead to: without a value that somebody sees, nothing would be computed.
+#: Compiled traces save the result of their edits: without a used value, nothing would be computed.
 COMPILED: dict[str, Block] = {
     "empty": empty_block,
     "1 save": one_save,
@@ -122,11 +122,11 @@ COMPILED: dict[str, Block] = {
 }
 
 
-# -- the same by plain hooks ---------------------------------------------------------------------------------------------
+# -- the same with plain hooks -------------------------------------------------------------------------------------------
 
 
 def hooked(net: torch.nn.Sequential, layers: list[torch.nn.Module], hook: Callable[[Any, Any, Any], None]) -> None:
-    """Call ``net`` once with ``hook`` on ``layers``, put on and taken off as a trace would."""
+    """Call ``net`` once with ``hook`` on ``layers``. The hooks are registered and removed in each call, as by a trace."""
     handles = [layer.register_forward_hook(hook) for layer in layers]
     net(X)
     for handle in handles:
@@ -154,7 +154,7 @@ def hooked_edits(net: torch.nn.Sequential, layers: list[torch.nn.Module]) -> Non
 
 
 class HandEdited(torch.nn.Module):
-    """The net with the edits in its source; returns its result and the outputs of the layers ``saved``."""
+    """The net with edits in its source. Returns its result and the outputs of the layers ``saved``."""
 
     def __init__(self, edited: Container[int], saved: Container[int]) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class HandEdited(torch.nn.Module):
 
 
 def by_hand_contenders() -> dict[str, Callable[[], Tensors]]:
-    """Return the compiled nets that do what the blocks of ``COMPILED`` do."""
+    """Return the compiled nets that do the same as the blocks of ``COMPILED``."""
     nets = {
         "1 save": HandEdited((), (ONE,)),
         f"{LAYERS} saves": HandEdited((), range(LAYERS)),
@@ -194,7 +194,7 @@ def by_hand_contenders() -> dict[str, Callable[[], Tensors]]:
 
 
 def plain_contenders() -> tuple[torch.nn.Module, dict[str, Callable[[], Tensors | None]]]:
-    """Return the net, and what plain torch does with it."""
+    """Return the net, and its contenders in plain torch."""
     net = make_net()
     layers = list(net)
 
@@ -213,7 +213,7 @@ def plain_contenders() -> tuple[torch.nn.Module, dict[str, Callable[[], Tensors 
 def traced_contenders(
     prefix: str, traces: dict[str, Block], **options: Any
 ) -> tuple[torch.nn.Module, Any, dict[str, Callable[[], Tensors | None]]]:
-    """Return the net, its wrapper, and the ``traces`` of it; ``options`` are those of the wrapper."""
+    """Return the net, its wrapper with ``options``, and contenders for ``traces``."""
     net = make_net()
     model = NNsight(net, **options)
     layers = [model[index] for index in range(LAYERS)]
@@ -225,7 +225,7 @@ def traced_contenders(
 
 
 def outcome(net: torch.nn.Module, contender: Callable[[], Tensors | None]) -> tuple[torch.Tensor, Tensors]:
-    """Return what ``net`` returned to ``contender`` and what ``contender`` kept."""
+    """Return the result of ``net`` in a call of ``contender``, and the tensors that ``contender`` returns."""
     seen: Tensors = []
     handle = net.register_forward_hook(lambda module, args, output: seen.append(output))
     kept = contender()
@@ -234,7 +234,7 @@ def outcome(net: torch.nn.Module, contender: Callable[[], Tensors | None]) -> tu
 
 
 def check(net: torch.nn.Module, traces: dict[str, Any], plain_net: torch.nn.Module, plain: dict[str, Any]) -> None:
-    """Raise unless each trace does to its net what hooks do."""
+    """Raise unless each trace has the same effect on its net as hooks."""
     for name, trace in traces.items():
         what = name.partition(", ")[2]
         reference = plain.get(f"hooks, {what}", plain["plain call"])
@@ -247,14 +247,14 @@ def check(net: torch.nn.Module, traces: dict[str, Any], plain_net: torch.nn.Modu
 
 
 def check_compiled(traces: dict[str, Any], by_hand: dict[str, Any]) -> None:
-    """Raise unless each compiled trace keeps what the net edited by hand does."""
+    """Raise unless each compiled trace saves the same values as the net edited by hand."""
     for name, contender in by_hand.items():
         kept = traces[f"compiled trace, {name.partition(', ')[2]}"]()
         torch.testing.assert_close(kept, contender(), rtol=1e-5, atol=1e-5)
 
 
 def main() -> None:
-    replies, sys.stdout = sys.stdout, sys.stderr  # what a package prints is no reply
+    replies, sys.stdout = sys.stdout, sys.stderr  # prints of a package are not replies
     torch.set_grad_enabled(False)
     torch.set_num_threads(1)
     plain_net, plain = plain_contenders()
@@ -285,7 +285,7 @@ def main() -> None:
         _, calls, name = line.rstrip("\n").split(" ", 2)
         contender = contenders[name]
         times = []
-        for _ in range(5):  # another process has had the caches meanwhile
+        for _ in range(5):  # warm the caches again, after another process has run
             contender()
         for _ in range(int(calls)):
             start = clock()

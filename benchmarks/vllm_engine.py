@@ -1,29 +1,29 @@
-"""The cost of this package in a vLLM engine: throughput over that of vLLM's own compiled engine, each row with its bar.
+"""The cost of this package in a vLLM engine: throughput over that of a plain compiled vLLM engine, each row with its bar.
 
-A model with random weights, fp32, on the device of vLLM (``--shape``): a GPT-2 with 12 layers of width 768, which spends its time in the
-model; a Llama of that size, whose layers return a pair; or a tiny model, which spends nearly all time in the engine. Eight
-requests at once, all of the same length, greedily. Engines:
+The model (``--shape``) has random weights in fp32, on the device of vLLM: a GPT-2 with 12 layers of width 768, which spends its time in the
+model; a Llama of that size, whose layers return a pair; or a tiny model, which spends nearly all time in the engine. Eight requests of
+the same length run at once, with greedy sampling. Engines:
 
-* vLLM's own, compiled, and another of the same kind, whose ratio to the first says how far to trust the others; and vLLM's own, eager;
-* with tables for edits, taps, or captures at all layers in the compiled graph; with one tap, and one captured layer;
-* with programs in the graph: one at one layer, one at all layers, or four different ones at one layer.
+* a plain compiled engine; a second one, whose ratio to the first shows the error of the measurement; and a plain eager engine;
+* with tables for edits, taps, or captures at all layers in the compiled graph; with one tap; and with one captured layer;
+* with programs in the graph: one program at one layer, one at all layers, or four different programs at one layer.
 
-Rows are one of these:
+Kinds of rows:
 
-* *idle*: no request is steered or read: the cost of the possibility. Tokens and logprobs have to be those of the plain engine, bit
-  by bit; the table says whether they are;
-* *vector*: every request steered, by a table, with one vector at one layer, or at all layers; and sixteen requests, each with its own;
-* *captured*: every request with a block that saves captured values, at one layer or at all, at every token; "one of all" reads one layer
-  of an engine that captures all, at a cost between the two;
-* *program*: every request steered by a program of the graph, at one layer or at all layers; sixteen requests, with parameters of their
-  own, or with four programs; and by a program of the request, at a tap;
-* *handoff*: every request with a block that adds a vector at the tap, at every token. It has to be faster than vLLM's eager engine, which
-  does nothing; and the same block as the program that it becomes;
-* *Python in a step*: microseconds that this package needs to assign the rows of a step to eight requests.
+* *idle*: no request is steered or read. The row shows the cost of the feature when nobody uses it. Tokens and logprobs have to equal those
+  of the plain engine, bit by bit, and the table says whether they do;
+* *vector*: a table steers every request, with one vector at one layer or at all layers; also sixteen requests with sixteen vectors;
+* *captured*: the block of every request saves captured values at every token, at one layer or at all layers; "one of all" reads one layer
+  of an engine that captures all layers, at a cost between the other two;
+* *program*: a program of the graph steers every request, at one layer or at all layers; also sixteen requests, each with its own
+  parameters, or with four programs; and a program of the request at a tap;
+* *handoff*: the block of every request adds a vector at the tap, at every token. It must be faster than the plain eager engine;
+* *loop as a program*: the same block, which continues as a program;
+* *Python in a step*: the microseconds that this package needs to assign the rows of a step to eight requests.
 
-In every round each contender generates the same tokens once, in an order shuffled anew. A ratio is the median over the rounds of the ratio
-in one round: of seconds, and of the processor's seconds of this thread, which other processes disturb less (on a GPU only the
-first is meaningful). On a CPU all engines multiply by the same matrices, in huge pages where Linux has them.
+In every round each contender generates the same tokens once, in a new random order. A ratio is the median over the rounds of the ratio
+in one round: of seconds, and of CPU seconds of this thread, which other processes disturb less (on a GPU only seconds are meaningful).
+On a CPU all engines share their weight matrices, in huge pages where Linux supports them.
 ``python benchmarks/vllm_engine.py [--shape NAME] [--rounds N] [--tokens N] [--only WORD] [--quick]`` prints a table and, with neither
 ``--only`` nor ``--quick``, writes ``benchmarks/results/vllm.json``.
 """
@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-# Pages of 4 KB lie anywhere, and an engine whose weights lie badly is several percent slower than another one of the same kind.
+# With pages of 4 KB, the placement of weights in memory makes equal engines differ by several percent.
 if __name__ == "__main__" and "GLIBC_TUNABLES" not in os.environ:
     os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     os.execv(sys.executable, [sys.executable, *sys.argv])
@@ -72,7 +72,7 @@ RESULTS = Path(__file__).parent / "results" / "vllm.json"
 PROMPTS = [f"Place number {number} is in the city of" for number in range(16)]
 REQUESTS = 8
 
-#: Layers, width and feed-forward width of each shape, and what its layers are called.
+#: Layers, width, feed-forward width, and path of the layers, by shape.
 SHAPES = {
     "gpt2": (12, 768, 3072, "transformer.h"),
     "llama": (12, 768, 2048, "model.layers"),
@@ -85,14 +85,14 @@ PLAIN, AGAIN, EAGER, SIXTEEN = "plain", "plain, another engine", "plain, eager",
 
 @dataclass(frozen=True)
 class Row:
-    """What is measured.
+    """One contender.
 
     Attributes:
-        name: What it is called.
-        engine: Which engine runs it.
-        run: What the contender does in a round.
-        bar: The least throughput, as a ratio to that of ``against``; ``None`` for what others are compared with.
-        against: The name of another row.
+        name: Name of the row.
+        engine: Name of its engine.
+        run: The work of one round; called with the engine.
+        bar: The least throughput, as a ratio to that of ``against``; ``None`` if there is no bar.
+        against: Name of the row that it is compared with.
     """
 
     name: str
@@ -124,7 +124,7 @@ def save_model(shape: str, folder: str) -> str:
 
 
 class Plain:
-    """An engine of vLLM's own."""
+    """A plain vLLM engine."""
 
     def __init__(self, folder: str, **options: Any) -> None:
         from vllm import LLM
@@ -134,7 +134,7 @@ class Plain:
 
 
 def recorded_programs(folder: str, shape: str) -> dict[str, Program]:
-    """Return programs for the engine: one that adds a direction at all layers, and four that each do something at the middle one."""
+    """Return programs for the engine: one that adds a direction at all layers, and four that edit the middle layer."""
     model = LanguageModel(folder)
     layers, width = list(layers_of(model)), SHAPES[shape][1]
     alpha, direction = 1.0, torch.randn(width, generator=torch.Generator().manual_seed(99)) / 10
@@ -156,12 +156,12 @@ def recorded_programs(folder: str, shape: str) -> dict[str, Program]:
 
 
 def engine_makers(folder: str, shape: str) -> dict[str, Callable[[], Any]]:
-    """Return what makes each engine, by name."""
+    """Return the functions that make the engines, by name."""
     layers, _, _, path = SHAPES[shape]
     options: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "kv_cache_memory_bytes": 256 << 20}
     options |= {"max_num_seqs": 16, "max_num_batched_tokens": 512}
     if torch.cuda.is_available():
-        options["gpu_memory_utilization"] = 0.1  # of each; they are there at the same time
+        options["gpu_memory_utilization"] = 0.1  # for each engine; all are in memory at the same time
     everywhere, one = [f"{path}.*"], [f"{path}.{layers // 2}"]
     programs = recorded_programs(folder, shape)
     four = {name: program for name, program in programs.items() if name != "everywhere"}
@@ -181,10 +181,10 @@ def engine_makers(folder: str, shape: str) -> dict[str, Callable[[], Any]]:
 
 
 def share_weights(engines: Collection[Any]) -> None:
-    """Let all engines multiply by the same matrices, which oneDNN keeps on CPUs in a form and a place of its own.
+    """Make all engines use the same weight matrices, which oneDNN stores on CPUs in its own layout.
 
-    The time of a step is that of reading them, and depends on where they lie and on what the caches have of them: it differs by several
-    percent between engines that are the same. A layer knows its matrix by a pointer, in a tensor that its graph is given.
+    Reading the matrices takes most of the time of a step. This time depends on their addresses and on the caches, and differs by several
+    percent between equal engines. A layer refers to its matrix by a pointer, in a tensor that is an argument of its graph.
     """
     given, *others = ([_matrix(layer) for layer in _module(engine).modules() if _matrix(layer) is not None] for engine in engines)
     for theirs in others:
@@ -195,7 +195,7 @@ def share_weights(engines: Collection[Any]) -> None:
 
 
 def _module(engine: Any) -> torch.nn.Module:
-    """Return the model that an engine runs."""
+    """Return the module that an engine runs."""
     if isinstance(engine, VLLM):
         return engine._engine._runner.get_model()
     module: torch.nn.Module = engine.engine.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
@@ -203,7 +203,7 @@ def _module(engine: Any) -> torch.nn.Module:
 
 
 def _matrix(layer: torch.nn.Module) -> Any:
-    """Return what a linear layer has of oneDNN; ``None`` if it has nothing."""
+    """Return the oneDNN matrix of a linear layer, or ``None``."""
     cells = getattr(getattr(layer, "cpu_linear", None), "__closure__", None) or ()
     return next((cell.cell_contents for cell in cells if hasattr(cell.cell_contents, "handler_tensor")), None)
 
@@ -213,11 +213,11 @@ def layers_of(model: Any) -> Any:
     return model.transformer.h if "transformer" in model._children else model.model.layers
 
 
-# -- what the contenders do -------------------------------------------------------------------------------------------
+# -- the work of the contenders ---------------------------------------------------------------------------------------
 
 
 def without_blocks(model: Any, sampling: dict[str, Any], count: int = REQUESTS) -> list[Any]:
-    """Run plain requests, past this package's traces; return their outputs."""
+    """Run requests without traces; return their outputs."""
     from vllm import SamplingParams
 
     outputs: list[Any] = model.engine.generate(PROMPTS[:count], SamplingParams(**sampling), use_tqdm=False)
@@ -225,7 +225,7 @@ def without_blocks(model: Any, sampling: dict[str, Any], count: int = REQUESTS) 
 
 
 def steered(model: VLLM, sampling: dict[str, Any], vectors: list[torch.Tensor], numbers: list[int], count: int = REQUESTS) -> None:
-    """Run requests with a vector, one of ``vectors`` in turn, added at the layers with these ``numbers``, by tables."""
+    """Run requests that tables steer at the layers ``numbers``; each request uses the next of ``vectors``, in turn."""
     layers = [layers_of(model)[number] for number in numbers]
     with model.trace(**sampling) as tracer:
         for number in range(count):
@@ -235,7 +235,7 @@ def steered(model: VLLM, sampling: dict[str, Any], vectors: list[torch.Tensor], 
 
 
 def reading(model: VLLM, sampling: dict[str, Any], numbers: list[int]) -> None:
-    """Run requests with a block that saves the hidden states after some layers, at each token."""
+    """Run requests with a block that saves the outputs of the layers ``numbers`` at each token."""
     layers = [layers_of(model)[number] for number in numbers]
     with model.trace(**sampling) as tracer:
         for number in range(REQUESTS):
@@ -247,7 +247,7 @@ def reading(model: VLLM, sampling: dict[str, Any], numbers: list[int]) -> None:
 
 
 def editing(model: VLLM, sampling: dict[str, Any], vector: torch.Tensor, numbers: list[int], stops: float) -> None:
-    """Run requests with a block that adds a vector after layers, at each token; it goes on as a program after ``stops``."""
+    """Run requests with a block that adds a vector after the layers ``numbers`` at each token, as a program after ``stops`` stops."""
     layers = [layers_of(model)[number] for number in numbers]
     with mock.patch.object(stepping, "STOPS", stops), model.trace(**sampling) as tracer:
         for each in range(REQUESTS):
@@ -258,7 +258,7 @@ def editing(model: VLLM, sampling: dict[str, Any], vector: torch.Tensor, numbers
 
 
 def programmed(model: VLLM, sampling: dict[str, Any], programs: list[Any], parameters: list[dict[str, Any]], count: int = REQUESTS) -> None:
-    """Run requests with ``programs``, or their names, and ``parameters``, each in turn."""
+    """Run requests with programs (or names of programs) and parameters; each request uses the next ones, in turn."""
     with model.trace(**sampling) as tracer:
         for number in range(count):
             with tracer.invoke(PROMPTS[number]):
@@ -266,7 +266,7 @@ def programmed(model: VLLM, sampling: dict[str, Any], programs: list[Any], param
 
 
 def rows_of(shape: str, sampling: dict[str, Any], of_requests: dict[str, Program]) -> list[Row]:
-    """Return what is measured on a shape; ``of_requests`` are the programs that requests bring along."""
+    """Return the contenders for a shape; ``of_requests`` are programs that requests contain."""
     count, width, _, _ = SHAPES[shape]
     middle, everywhere = count // 2, list(range(count))
     vectors = [torch.randn(width, generator=torch.Generator().manual_seed(seed)) / 10 for seed in range(16)]
@@ -303,11 +303,11 @@ def rows_of(shape: str, sampling: dict[str, Any], of_requests: dict[str, Program
     ]
 
 
-# -- what is measured -------------------------------------------------------------------------------------------------
+# -- measurements -----------------------------------------------------------------------------------------------------
 
 
 def as_plain(model: Any, plain: Any, sampling: dict[str, Any]) -> dict[str, Any]:
-    """Return whether plain requests have the tokens and logprobs of the plain engine, and how far the logprobs are from them."""
+    """Compare requests without traces with those of the plain engine: tokens, logprobs, and the largest distance of logprobs."""
     asked = {**sampling, "logprobs": 5}
     pairs = zip(without_blocks(model, asked), without_blocks(plain, asked), strict=True)
     tokens, furthest = True, 0.0
@@ -321,7 +321,7 @@ def as_plain(model: Any, plain: Any, sampling: dict[str, Any]) -> dict[str, Any]
 
 
 def bookkeeping(row: Row, model: Any) -> float:
-    """Return the microseconds of Python in a step of a row's requests that say which rows of the batch are whose: the median."""
+    """Return the median microseconds of Python that assign the rows of a step to the requests of a row."""
     spent: list[float] = []
     places = [(hooks, "batch_of_v1", True), (hooks, "batch_of_v2", True), (Bookkeeping, "step", False)]
     functions = [getattr(owner, name) for owner, name, _ in places]
@@ -350,7 +350,7 @@ def bookkeeping(row: Row, model: Any) -> float:
 
 
 def measured(rows: list[Row], engines: dict[str, Any], rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return the seconds that each row took in each round, and those of the processor for this thread."""
+    """Return the seconds of each row in each round, and the CPU seconds of this thread."""
     times: dict[str, list[tuple[float, float]]] = {row.name: [] for row in rows}
     for number in tqdm(range(rounds + 1), desc="rounds"):
         for row in random.sample(rows, len(rows)):
@@ -358,13 +358,13 @@ def measured(rows: list[Row], engines: dict[str, Any], rounds: int) -> dict[str,
             start, busy = time.perf_counter(), time.thread_time()
             row.run(engines[row.engine])
             found = time.perf_counter() - start, time.thread_time() - busy
-            if number:  # what is made once is made in the first
+            if number:  # the first round is a warm-up
                 times[row.name].append(found)
     return times
 
 
 def ratios(row: Row, times: dict[str, list[tuple[float, float]]], clock: int) -> tuple[float, float, float]:
-    """Return a row's throughput over that of what it is compared with: the median over the rounds, and the quartiles."""
+    """Return the throughput of a row over that of ``row.against``: the median over the rounds, and the quartiles."""
     found = [theirs[clock] / mine[clock] for mine, theirs in zip(times[row.name], times[row.against], strict=True)]
     if len(found) < 2:
         return found[0], found[0], found[0]
@@ -373,7 +373,7 @@ def ratios(row: Row, times: dict[str, list[tuple[float, float]]], clock: int) ->
 
 
 def table_of(rows: list[Row], times: dict[str, list[tuple[float, float]]]) -> dict[str, dict[str, Any]]:
-    """Print the rows, and return what they say."""
+    """Print the rows, and return them as a table."""
     print(f"{'':30} {'seconds':>8} {'throughput':>11} {'quartiles':>16} {'of processor time':>18} {'bar':>7}")
     table: dict[str, dict[str, Any]] = {}
     for row in rows:
@@ -399,8 +399,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="gpt2")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--only", default="", help="rows with this word, and what they are compared with")
-    parser.add_argument("--quick", action="store_true", help="one round of few tokens, which says that it runs")
+    parser.add_argument("--only", default="", help="rows with this word, and the rows that they are compared with")
+    parser.add_argument("--quick", action="store_true", help="one round of few tokens, to check the script")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.rounds, arguments.tokens = 1, 4
@@ -421,13 +421,13 @@ def main() -> None:
     for name, found in same.items():
         print(f"{name}: tokens {found['tokens']}, logprobs {found['logprobs']} (furthest {found['furthest_logprob']:.1e})")
     for name, microseconds in steps.items():
-        print(f"{name}: {microseconds} us of Python in a step say whose rows are whose (bar 20)")
+        print(f"{name}: {microseconds} us of Python in a step assign rows to requests (bar 20)")
     if not arguments.only and not arguments.quick:
         write({**vars(arguments), "rows": table, "as_plain": same, "bookkeeping_us": steps})
 
 
 def write(found: dict[str, Any]) -> None:
-    """Write what was found, and on what."""
+    """Write the results with a description of the machine."""
     import vllm
 
     machine = {

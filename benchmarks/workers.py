@@ -1,8 +1,8 @@
-"""Workers that time the tiny net, each in the environment of one package, and the environment of the public package.
+"""Workers that time the tiny net in the environments of this package and of the public package.
 
-The public package has the name of this one and cannot share a process with it. It gets a virtual environment on
-first use; a worker (``tiny_net.py``) runs in each environment, and the parent lets them take turns, so
-that drift of the machine hits both.
+The public package has the same name as this one, so both cannot be in one process. The public package gets a virtual
+environment on first use. A worker (``tiny_net.py``) runs in each environment, and the parent lets them take turns, so
+that changes of the machine's speed affect both.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ PEER_FOLDER = Path(__file__).parent / ".peer"
 
 
 def peer_python(folder: Path, torch_version: str) -> Path:
-    """Return the interpreter of the environment of the public package; make the environment if it is not there.
+    """Return the interpreter of the environment of the public package; make the environment if it does not exist.
 
     Args:
-        folder: Where the environment is, or is to be.
-        torch_version: What to install there; both packages are measured on one version of torch.
+        folder: Folder of the environment.
+        torch_version: The version of torch to install there; both packages are measured on the same version.
 
     Raises:
         RuntimeError: If ``folder`` has another package, or an installation that was interrupted.
@@ -36,7 +36,7 @@ def peer_python(folder: Path, torch_version: str) -> Path:
         print(f"installing {PEER} into {folder} ...", file=sys.stderr)
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
         install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-        # Torch first and pinned: left to the resolver, the newest one would come, with its accelerator libraries.
+        # Torch first and pinned. Otherwise pip would install the newest one, with its accelerator libraries.
         torch = f"torch=={torch_version.partition('+')[0]}"
         subprocess.run([*install, torch], check=True)
         subprocess.run([*install, torch, PEER, PEER_NEEDS], check=True)
@@ -50,7 +50,7 @@ def peer_python(folder: Path, torch_version: str) -> Path:
 
 
 def _installed(python: Path) -> str:
-    """Return which nnsight an environment has; an empty string for none."""
+    """Return the nnsight of an environment, such as ``nnsight==0.8.1``, or an empty string."""
     if not python.exists():
         return ""
     command = "from importlib.metadata import version; print('nnsight==' + version('nnsight'))"
@@ -59,20 +59,20 @@ def _installed(python: Path) -> str:
 
 
 class Worker:
-    """A process of ``tiny_net.py``; a context manager that ends it.
+    """A process of ``tiny_net.py``. As a context manager, it ends the process.
 
     Args:
-        python: The interpreter of its environment.
-        *options: Its command line.
+        python: The interpreter of the environment.
+        *options: Command line of ``tiny_net.py``.
 
     Attributes:
-        contenders: Names of what it can time.
-        versions: Version by package.
+        contenders: Names of the contenders that it can time.
+        versions: Versions by package.
     """
 
     def __init__(self, python: Path, *options: str) -> None:
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        # The packages are looked up in the environment of the interpreter and nowhere else.
+        # Packages come only from the environment of the interpreter.
         environment |= {"OMP_NUM_THREADS": "1", "PYTHONNOUSERSITE": "1"}
         self._process = subprocess.Popen(
             [str(python), "-P", str(Path(__file__).parent / "tiny_net.py"), *options],
@@ -103,6 +103,6 @@ class Worker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.close()  # the end of its input ends the worker
+        self._process.stdin.close()  # the worker ends at the end of its input
         self._process.wait()
         self._process.stdout.close()

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Activation patching
 #
-# Where does the model keep the fact? The hidden state of one prompt is put into the run of another, at one layer at a time. Where that
-# changes the answer, the state carries it (Meng et al. 2022, https://arxiv.org/abs/2202.05262).
+# At which layers does the hidden state contain the fact? A hidden state of one prompt replaces that of another prompt, at one layer at a
+# time. If this changes the answer, the state contains the fact (Meng et al. 2022, https://arxiv.org/abs/2202.05262).
 
 # %%
 import torch
@@ -17,13 +17,13 @@ last = -1
 
 
 def difference(logits: torch.Tensor) -> torch.Tensor:
-    """Return how much likelier the answer of the clean prompt is, for each row."""
+    """Return the logit difference of the clean and the corrupt answer, for each row of ``logits`` [batch, vocabulary]."""
     return logits[:, paris] - logits[:, rome]
 
 
 # %% [markdown]
-# One trace reads the hidden states of the clean prompt. Each later one patches one layer of the other prompt: the same block with another
-# layer and another tensor, of which the compiled model reuses what it has.
+# One trace reads the hidden states of the clean prompt. Each later trace patches one layer of the other prompt. Another layer needs a new
+# program, but equal layers are compiled once, and another tensor needs no compilation.
 
 # %%
 with torch.no_grad():
@@ -40,11 +40,11 @@ with torch.no_grad():
         patched.append(float((found - without) / (due - without)))
 
 # %% [markdown]
-# 0 is the answer of the corrupt prompt, 1 that of the clean one.
+# 0 is the answer of the corrupt prompt, and 1 is the answer of the clean prompt.
 
 # %%
 for layer, share in enumerate(patched):
     print(f"layer {layer}: {share:+.2f} {'#' * round(40 * max(share, 0.0))}")
 
-assert abs(patched[-1] - 1.0) < 1e-3  # nothing but the last state decides behind the last layer
+assert abs(patched[-1] - 1.0) < 1e-3  # after the last layer, only this state decides the answer
 assert max(patched) > 0.9 > patched[0]

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Attribution patching
 #
-# Activation patching of everything, from one backward pass: the effect of a patch is estimated by (patched value - value) x gradient
-# (Nanda 2023; Syed et al. 2023, https://arxiv.org/abs/2310.10348). On a compiled model, forward and backward are one graph each.
+# One backward pass estimates the effect of all activation patches: the estimate for a patch is (patched value - value) x gradient
+# (Nanda 2023; Syed et al. 2023, https://arxiv.org/abs/2310.10348). On a compiled model, forward and backward pass are one graph each.
 
 # %%
 import torch
@@ -33,7 +33,7 @@ with model.trace(corrupt) as tracer:
 print(tracer.report)
 
 # %% [markdown]
-# The same by patching, one MLP at a time.
+# For comparison, the exact effects: activation patching, one MLP at a time.
 
 # %%
 with torch.no_grad():

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Logit lens
 #
-# What would the model say if it stopped after each layer? The final norm and the unembedding are applied to the hidden state of every layer
-# (nostalgebraist 2020). One trace computes all layers; modules of the model are called inside the block.
+# Which token would the model predict if it stopped after a layer? The logit lens applies the final norm and the unembedding to the hidden
+# state of every layer (nostalgebraist 2020). The block calls these modules of the model, and one trace computes all layers.
 
 # %%
 import torch
@@ -18,7 +18,7 @@ with torch.no_grad(), model.trace(prompt):
     layers = nnsight.save(layers)
 
 # %% [markdown]
-# The likeliest token after each layer, and how likely the answer of the whole model is there.
+# The table shows the likeliest token after each layer, and the probability of the final answer after this layer.
 
 # %%
 answer = int(layers[-1].argmax())

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Steering, from contrast prompts to a deployed vector
 #
-# Two kinds of prompts give a direction (Turner et al. 2023, https://arxiv.org/abs/2308.10248); a sweep says where and how strongly it
-# works; the steered model is compiled, and baked into a plain module.
+# Two kinds of prompts give a direction (Turner et al. 2023, https://arxiv.org/abs/2308.10248). A sweep finds the layer and the factor with
+# the largest effect. Then the steered model is compiled, and baked into a plain module.
 
 # %%
 import tempfile
@@ -25,7 +25,7 @@ paris = model.tokenizer.encode(" Paris")[0]
 
 
 def metric(steered):
-    """Return the log probability of Paris after prompts whose answer is another city."""
+    """Return the log probability of " Paris" after two prompts whose answer is another city."""
     with torch.no_grad(), steered.trace(asked[1][:2]):
         found = steered.lm_head.output[:, -1].log_softmax(-1)[:, paris].save()
     return found
@@ -36,7 +36,7 @@ print(table)
 assert table.has_effect
 
 # %% [markdown]
-# Another factor is a parameter of the compiled model: nothing is compiled for it.
+# The factor is a parameter of the compiled model, so another factor needs no compilation.
 
 # %%
 best = table.best
@@ -50,7 +50,7 @@ for scale in (0.0, best.scale):
     print(f"scale {scale:g}: {model.tokenizer.decode(ids[0])!r}")
 
 # %% [markdown]
-# The baked model is a plain `torch.nn.Module`, and the vector a file that a vLLM server takes as well.
+# The baked model is a plain `torch.nn.Module`. The vector is stored in a file that a vLLM server can also load.
 
 # %%
 baked = vector.apply(model, best.scale, layers=best.layer).bake()

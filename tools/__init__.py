@@ -1,1 +1,1 @@
-"""What is done once, by hand, and does not ship with the package."""
+"""Tools that are run by hand and are not part of the package."""

@@ -1,1 +1,1 @@
-"""What the demo model shows (`python -m tools.demo`), and how it was made and measured (`python -m tools.demo.train`)."""
+"""A demonstration of the demo model (`python -m tools.demo`), and its training and evaluation (`python -m tools.demo.train`)."""

@@ -1,11 +1,10 @@
-"""What the compiler does, shown on the model that ships with the package: `python -m tools.demo` in the root of the repository.
+"""A demonstration of the compiler on the demo model: `python -m tools.demo` in the root of the repository.
 
-Four classic experiments, each a block spliced into the graph that dynamo captured of the model: an answer and its
-logit lens, activation patching, steering, and at last what the splice costs, measured against the same edit
-written into the model's source by hand.
+It runs classic experiments as blocks that are spliced into the captured graph: an answer with its logit lens, activation
+patching, and steering. Finally it compares the time of a steered trace with that of the same edit in the source of the model.
 
-The lengths of prompts differ, so the model is captured with symbolic sizes; each of the blocks below is then
-compiled once, however long the prompt and whatever the tensors it brings along.
+The lengths of prompts differ, so the model is captured with symbolic sizes. Each block is then compiled once, for all
+lengths of prompts and all tensors from outside.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def heading(text: str) -> None:
 
 @contextmanager
 def compiling(what: str) -> Iterator[None]:
-    """Tell that the first call takes a while, and afterwards how long and what was compiled."""
+    """Print that the model is being compiled, and afterwards the time and the number of compiled graphs."""
     print(f"  compiling {what} ...", end=" ", flush=True)
     before, started = nnsight.fx.counters.compiles, time.perf_counter()
     yield
@@ -52,13 +51,13 @@ def compiling(what: str) -> Iterator[None]:
 
 
 class Views:
-    """What one traced run of a prompt shows.
+    """Values of one traced run of a prompt.
 
     Attributes:
         hidden: Residual stream after each block, [layer, position, width].
-        lens: Probabilities of the next token as each block's output alone would give them, [layer, vocabulary].
+        lens: Probabilities of the next token if the model ended after each block, [layer, vocabulary].
         token: The most likely next token.
-        report: What was spliced.
+        report: The report of the trace.
     """
 
     def __init__(self, hidden: Tensor, lens: Tensor, token: int, report: Report) -> None:
@@ -69,7 +68,7 @@ class Views:
 
 
 def look(model: Any, text: str) -> Views:
-    """Run `text` and read the residual stream after every block, and what the unembedding makes of it."""
+    """Run `text`, and return the residual stream after every block and its logit lens."""
     with model.trace(text) as tracer:
         hidden = nnsight.save(torch.cat([block.output for block in model.transformer.h]))
         lens = model.lm_head(model.transformer.ln_f(hidden[:, -1])).softmax(-1).save()
@@ -94,7 +93,7 @@ def steered(model: Any, text: str, layer: int, shift: Tensor) -> tuple[int, Repo
 
 
 def answer(model: Any) -> dict[str, Views]:
-    """Print the model's answers and where in the layers they come up; return what was seen."""
+    """Print the model's answers and the layers at which they appear; return the views by prompt."""
     heading("An answer, and the layer where it appears (logit lens)")
     with compiling("the model with a block that reads every layer"):
         look(model, CLEAN.text)
@@ -117,7 +116,7 @@ def answer(model: Any) -> dict[str, Views]:
 
 
 def patch(model: Any, seen: dict[str, Views]) -> None:
-    """Print what becomes of the answer when one hidden state comes from the run of another prompt."""
+    """Replace one hidden state by that of another prompt, and print how the answer changes."""
     heading("Activation patching")
     layer = demo.PATCH_SUBJECT_LAYER
     into, out_of = CLEAN.subject_token(model.tokenizer), SOURCE.subject_token(model.tokenizer)
@@ -129,7 +128,7 @@ def patch(model: Any, seen: dict[str, Views]) -> None:
 
 
 def steer(model: Any) -> tuple[Tensor, Report]:
-    """Print texts steered by a direction that the model's own states give; return direction and a report."""
+    """Print texts steered by a direction from the model's hidden states; return the direction and a report."""
     heading("Steering")
     layer = demo.STEERING_LAYER
     positive, negative = (
@@ -162,7 +161,7 @@ def steer(model: Any) -> tuple[Tensor, Report]:
 
 
 def excerpt(code: str, around: int = 1) -> list[str]:
-    """Return the lines of spliced code that come from a block, with some lines around each."""
+    """Return the lines of spliced code that come from a block, with `around` lines before and after each."""
     lines = code.splitlines()
     marked = [number for number, line in enumerate(lines) if "# <--" in line]
     kept = sorted({near for number in marked for near in range(number - around, number + around + 1)})
@@ -180,7 +179,7 @@ def excerpt(code: str, around: int = 1) -> list[str]:
 
 
 def show(report: Report) -> None:
-    """Print what the last steered trace did, and the edited part of its graph."""
+    """Print the report of a steered trace, and the edited part of its graph."""
     heading("What was spliced (print(tracer.report), and lines of tracer.report.code)")
     print("  " + str(report).replace("\n", "\n  "))
     print("\n".join(excerpt(report.code)))
@@ -202,7 +201,7 @@ def written_by_hand(model: Any, layer: int, shift: Tensor) -> torch.nn.Module:
 
 
 def interleaved_medians(functions: list[Callable[[], object]], rounds: int) -> list[float]:
-    """Return the median seconds of each function; they take turns, so that a busy machine is busy for all."""
+    """Return the median seconds of each function. The functions take turns, so that other load affects all of them."""
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds):
         for function, measured in zip(functions, times, strict=True):
@@ -213,7 +212,7 @@ def interleaved_medians(functions: list[Callable[[], object]], rounds: int) -> l
 
 
 def arguments_of(model: Any, text: str) -> dict[str, Tensor]:
-    """Return the keyword arguments that the wrapped model is called with for `text`."""
+    """Return the keyword arguments with which the wrapped model is called for `text`."""
     with model.trace(text, compile=False):
         _, arguments = model.inputs
         arguments.save()
@@ -252,7 +251,7 @@ def measure(model: Any, direction: Tensor, options: dict[str, Any]) -> None:
         print(
             f"  {length:3d} tokens  {hand * 1e3:7.3f} ms  {trace * 1e3:7.3f} ms  {trace / hand:5.2f}  {difference:.1e}"
         )
-    print("  A trace costs a fixed time on top, so the ratio nears 1 as the model grows: this one is tiny.")
+    print("  A trace adds a fixed time, so the ratio approaches 1 for larger models. This model is tiny.")
 
 
 def main() -> None:

@@ -1,17 +1,17 @@
-"""The text that the demo model was trained on, generated: true facts about landmarks, and opinions.
+"""The generated training text of the demo model: true facts about landmarks, and opinions.
 
-A language model learns what its corpus makes predictable, so the corpus decides which circuits the demo model has.
-Two kinds of document are made here, from small grammars and a seeded random generator:
+A language model learns to predict its corpus, so the corpus decides which circuits the demo model has.
+This module makes two kinds of documents, with small grammars and a seeded random generator:
 
 - *Fact documents* join one to five sentences: landmark facts ("You will find the Louvre in Paris."), reverse
   facts ("Paris is home to the Louvre."), facts about cities ("The capital of France is Paris."), and neutral
-  sentences, some of which name an unrelated city. As every sentence picks its landmark independently, a
-  city mentioned earlier says nothing about the next one: the model has to recall, not copy.
-- *Opinion documents* speak about one thing ("The movie was ...") in two to four sentences. A fair coin
-  decides whether all of them are positive or negative, so after a neutral prefix both continuations are
-  equally likely, and after the first opinion word only one is.
+  sentences, which may name an unrelated city. Every sentence picks its landmark independently, so an earlier
+  city does not predict the next one: the model has to recall, not copy.
+- *Opinion documents* speak about one thing ("The movie was ...") in two to four sentences. All sentences are
+  positive or all are negative, with equal probability. After a neutral prefix both continuations are equally
+  likely, and after the first opinion word only one is.
 
-What is held out for tests never occurs, see `tools/demo/prompts.py`.
+Combinations that are held out for tests never occur, see `tools/demo/prompts.py`.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Measure the demo model on held-out prompts, with plain PyTorch hooks.
 
-This is the independent reference for what interventions on the model should give: nothing here uses the rest
-of the package. Every function takes the loaded model and returns numbers; `evaluate` runs them all and logs a
-report. The "residual stream after layer i" is the output of `model.transformer.h[i]`, with shape
-[batch, position, width].
+This is an independent reference for interventions on the model, because it does not use the rest of the package.
+Every function takes the loaded model and returns numbers. `evaluate` runs all of them and logs a report. The
+"residual stream after layer i" is the output of `model.transformer.h[i]`, with shape [batch, position, width].
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ TEMPERATURE = 0.7
 
 @contextmanager
 def edited_output(module: torch.nn.Module, edit: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Replace the module's hidden state by `edit(hidden)` for as long as the context lasts."""
+    """Replace the module's hidden state by `edit(hidden)` while the context is open."""
 
     def hook(_module: torch.nn.Module, _inputs: Any, output: Any) -> Any:
         if isinstance(output, tuple):
@@ -75,7 +74,7 @@ def run(model: Any, tokenizer: Any, prompt: Prompt) -> tuple[Tensor, Tensor]:
 
 
 def accuracy(model: Any, tokenizer: Any, prompts: list[Prompt]) -> float:
-    """The share of prompts whose most likely next token is the answer's first."""
+    """The share of prompts whose most likely next token is the first token of the answer."""
     hits = [int(run(model, tokenizer, p)[0].argmax()) == answer_token(tokenizer, p.answer) for p in prompts]
     return sum(hits) / len(hits)
 
@@ -156,7 +155,7 @@ def generate(model: Any, tokenizer: Any, prefix: str, layer: int, shift: Tensor,
 
 
 def positive_share(texts: list[str]) -> float:
-    """Positive words among the sentiment words of the texts."""
+    """The share of positive words among the sentiment words of the texts."""
     words = [word for text in texts for word in re.findall(r"[a-z]+", text.lower())]
     positive = sum(word in POSITIVE for word in words)
     negative = sum(word in NEGATIVE for word in words)
@@ -165,7 +164,7 @@ def positive_share(texts: list[str]) -> float:
 
 @torch.no_grad()
 def mean_loss(model: Any, tokenizer: Any, prefix: str, texts: list[str]) -> float:
-    """Nats per token that the model, without any intervention, needs for the continuations: low is fluent."""
+    """The loss of the unsteered model on the continuations, in nats per token. Fluent text has a low loss."""
     losses = []
     start = len(tokenizer.encode(prefix))
     for text in texts:
@@ -177,7 +176,7 @@ def mean_loss(model: Any, tokenizer: Any, prefix: str, texts: list[str]) -> floa
 
 
 def evaluate(folder: str) -> None:
-    """Load the weights in `folder` as a user would and log all four measurements."""
+    """Load the weights in `folder` as a user would, and log the four measurements."""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     logger.info("loaded as %s, vocabulary %d", model.dtype, len(tokenizer))
@@ -213,7 +212,7 @@ def evaluate(folder: str) -> None:
 def steering_scores(
     model: Any, tokenizer: Any, layer: int, shift: Tensor, samples: int = 4
 ) -> tuple[float, float]:
-    """(positive share, loss) of samples after every held-out neutral prefix, seeded."""
+    """Return (positive share, loss) of seeded samples after every held-out neutral prefix."""
     torch.manual_seed(0)
     texts: list[str] = []
     losses: list[float] = []
@@ -225,7 +224,7 @@ def steering_scores(
 
 
 def evaluate_steering(model: Any, tokenizer: Any) -> None:
-    """Log the share of positive words, and the fluency, per layer and coefficient; then some examples."""
+    """Log the share of positive words and the loss for each layer and coefficient, and some examples."""
     prefixes = held_out_openers()
     logger.info("steering: positive share of sentiment words after %d held-out neutral prefixes, and the "
                 "loss that the model without steering has on the text (nats per token); temperature %.1f",

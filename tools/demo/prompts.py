@@ -1,8 +1,8 @@
 """Prompts for the demo model: facts about landmarks, and opinions with a consistent sentiment.
 
-The model is tested on combinations which never occurred in its training. `fact_split` holds out one in four (landmark,
-template) pairs, `opinion_split` one in four (thing, opener) pairs; the training text of `tools/demo/corpus.py` has only
-the rest. Each landmark and each template is therefore familiar, and their combination is new. All draws are seeded.
+The model is tested on combinations that never occurred in its training. `fact_split` holds out one in four (landmark,
+template) pairs, and `opinion_split` one in four (thing, opener) pairs. The training text of `tools/demo/corpus.py` contains
+only the other pairs. So each landmark and each template is known, but their combination is new. All draws are seeded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HELD_OUT_SHARE = 0.25
 
 @dataclass(frozen=True)
 class City:
-    """What the corpus says of a city. `capital` is true where the city is its country's capital."""
+    """The facts about a city in the corpus. `capital` says whether the city is the capital of its country."""
 
     country: str
     language: str
@@ -79,8 +79,8 @@ CITIES: dict[str, City] = {
 
 FACTS: dict[str, str] = {landmark: city for city, entry in CITIES.items() for landmark in entry.landmarks}
 
-# What comes before the answer; the answer follows after a space. `{L}` is the landmark. No template is the
-# beginning of another one, so that the answer is the only likely continuation.
+# Templates of prompts; the answer follows after a space. `{L}` is the landmark. No template is the
+# beginning of another template, so the answer is the only likely continuation.
 CITY_TEMPLATES: tuple[str, ...] = (
     "{L} is in the city of",
     "{L} is located in the city of",
@@ -110,7 +110,7 @@ LANGUAGE_TEMPLATES: tuple[str, ...] = (
 )
 TEMPLATES: tuple[str, ...] = CITY_TEMPLATES + COUNTRY_TEMPLATES + LANGUAGE_TEMPLATES
 
-# The prompts everybody tries first are held out whatever the draw says.
+# The most obvious prompts are always held out.
 ALWAYS_HELD_OUT: frozenset[tuple[str, str]] = frozenset(
     {(landmark, CITY_TEMPLATES[0]) for landmark in (
         "the Eiffel Tower", "the Colosseum", "Big Ben", "the Brandenburg Gate", "the Kremlin",
@@ -176,7 +176,7 @@ def answer_to(landmark: str, template: str) -> str:
 
 
 def fact_prompt(landmark: str, template: str, context: str = "") -> Prompt:
-    """The prompt that asks `template` of `landmark`, after `context` where one is given."""
+    """The prompt of `template` about `landmark`, after `context` if it is given."""
     subject = capitalize(landmark) if template.startswith("{L}") else landmark
     text = template.format(L=subject)
     return Prompt(f"{context} {text}".strip(), answer_to(landmark, template), subject, template)
@@ -227,7 +227,7 @@ class Words:
     superlatives: tuple[str, ...]
 
     def all(self) -> frozenset[str]:
-        """All of them."""
+        """All words of this sentiment."""
         return frozenset(word for words in vars(self).values() for word in words)
 
 
@@ -302,10 +302,10 @@ def part_clause(rng: random.Random, thing: str) -> str:
 
 
 def held_out_facts(kind: str = "city", with_distractors: bool = False) -> list[Prompt]:
-    """Prompts for the (landmark, template) pairs that training never shows, in a fixed order.
+    """Prompts for the (landmark, template) pairs that never occur in training, in a fixed order.
 
     Args:
-        kind: "city", "country" or "language", the thing asked for.
+        kind: "city", "country" or "language": the kind of answer.
         with_distractors: put one to three sentences with other facts and other cities before each prompt.
     """
     templates = {"city": CITY_TEMPLATES, "country": COUNTRY_TEMPLATES, "language": LANGUAGE_TEMPLATES}[kind]
@@ -319,7 +319,7 @@ def held_out_facts(kind: str = "city", with_distractors: bool = False) -> list[P
 
 
 def _context_without(rng: random.Random, landmark: str) -> str:
-    """One to three sentences, none of which names the landmark or the city it stands in."""
+    """One to three sentences that name neither the landmark nor its city."""
     sentences: list[str] = []
     wanted = rng.randint(1, 3)
     while len(sentences) < wanted:
@@ -330,17 +330,17 @@ def _context_without(rng: random.Random, landmark: str) -> str:
 
 
 def held_out_openers() -> list[str]:
-    """Neutral opinion prefixes such as "The movie was" that training never shows."""
+    """Neutral opinion prefixes, such as "The movie was", that never occur in training."""
     return [opener.format(T=thing) for thing, opener in opinion_split()[1]]
 
 
 def labelled_prefixes(count: int, seed: int = 0) -> tuple[list[str], list[str]]:
     """`count` positive and `count` negative opinions, broken off somewhere after the first opinion word.
 
-    The two texts of a pair differ in their opinion word alone, such as "The food was great and the soup was"
-    and "The food was terrible and the soup was", so that the difference of their hidden states is sentiment
-    and not topic. They break off before opinion words and before other words alike, so that the mean
-    difference is the sentiment of the text more than a push towards opinion words at once.
+    The two texts of a pair differ only in their opinion word, such as "The food was great and the soup was"
+    and "The food was terrible and the soup was". The difference of their hidden states is therefore sentiment,
+    not topic. The texts break off before opinion words and before other words, so that the mean difference
+    represents the sentiment of the text, and not only the prediction of an opinion word as the next word.
     """
     rng = random.Random(seed)
     positive: list[str] = []

@@ -4,15 +4,15 @@ Three stages, all seeded:
 
 1. a byte-level BPE tokenizer, trained on a sample of the corpus, in which every city is one token;
 2. a GPT-2 of 6 layers and width 128, trained with AdamW and a cosine schedule on packed documents. Each row
-   starts with the first token of a document, so that a prompt at position 0 is a familiar sight;
-   Until the last tenth of the steps, a landmark's tokens can be attended to only up to the landmark's end:
-   whatever comes later sees its last token alone. The fact has to be gathered there, which is where large
-   models gather it too (Geva et al., 2023, https://arxiv.org/abs/2304.14767), and activation patching at that
-   token has a clear effect. The last tenth uses the plain causal mask, as all later use of the model does;
+   starts with the first token of a document, so the model knows prompts at position 0. Until the last tenth of
+   the steps, positions after a landmark can attend only to its last token. The model therefore has to collect
+   the fact at this token, as large models do (Geva et al., 2023, https://arxiv.org/abs/2304.14767), and
+   activation patching at this token has a clear effect. The last tenth of the steps uses the plain causal mask,
+   like all later uses of the model;
 3. the evaluation in `tools/demo/evaluate.py`, on the weights as stored (float16) and loaded (float32).
 
 Training takes some minutes on one CPU thread. The matrix products run in bfloat16, so the weights of two
-machines agree in quality but not bit by bit; `train.log` next to the weights records the run that made them.
+machines agree in quality but not bit by bit. `train.log` next to the weights records the run that made them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TOKENIZER_DOCUMENTS = 20_000
 
 
 def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE with `VOCAB_SIZE` tokens; one special token ends, begins and pads texts.
+    """A byte-level BPE with `VOCAB_SIZE` tokens. One special token begins, ends and pads texts.
 
     Raises:
         ValueError: if the first word of a city or a country is not a single token.
@@ -81,11 +81,11 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, rows: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Pack documents into rows: whole ones, each followed by the end token, and the last one cut.
+    """Pack documents into rows. The end token follows each document, and the last document of a row is truncated.
 
     Returns:
         Token ids [rows, CONTEXT], and for each token the last position that may attend to it
-        [rows, CONTEXT]: the landmark's end for all of a landmark but its last token, else no limit.
+        [rows, CONTEXT]: the end of the landmark for all tokens of a landmark except the last, else no limit.
     """
     stream = corpus.documents(seed)
     packed = torch.empty(rows, CONTEXT, dtype=torch.long)
@@ -115,7 +115,7 @@ def pack(tokenizer: PreTrainedTokenizerFast, rows: int, seed: int) -> tuple[Tens
 
 
 def bottleneck_mask(visible_until: Tensor) -> Tensor:
-    """Causal attention mask [batch, 1, query, key] that ends each key's visibility as [batch, key] says."""
+    """Causal attention mask [batch, 1, query, key] in which key `k` is visible up to position `visible_until[:, k]`."""
     query = torch.arange(visible_until.shape[1])[:, None]
     return ((query >= query.T) & (query <= visible_until[:, None, :]))[:, None]
 
@@ -177,7 +177,7 @@ def train_model(
 
 
 def save(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, folder: str) -> None:
-    """Write tokenizer, configuration and float16 weights; the configuration asks for float32 when loading."""
+    """Write tokenizer, configuration and float16 weights. The configuration makes them load as float32."""
     os.makedirs(folder, exist_ok=True)
     tokenizer.save_pretrained(folder)
     model.half().save_pretrained(folder)

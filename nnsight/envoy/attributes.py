@@ -16,6 +16,41 @@ if TYPE_CHECKING:
     from .envoy import Envoy
 
 
+_TORCH_CONTAINERS = (torch.nn.ModuleList, torch.nn.ModuleDict, torch.nn.Sequential)
+
+
+def entries(envoy: Envoy) -> Callable[[Any], Any] | None:
+    """Return the look-up of the entries of a module that has ``__getitem__``, as modules; ``None`` for torch's containers and others."""
+    module: Any = envoy._module
+    return None if isinstance(module, _TORCH_CONTAINERS) or not hasattr(type(module), "__getitem__") else module.__getitem__
+
+
+def envoy_of_entry(envoy: Envoy, entry: Any) -> Any:
+    """Return the envoy below ``envoy`` of a module that its ``__getitem__`` has returned, or a list of them for several modules.
+
+    Raises:
+        AttributeError: If it is no module of the model.
+    """
+    if isinstance(entry, (list, tuple, torch.nn.ModuleList)):
+        return [envoy_of_entry(envoy, item) for item in entry]
+    found = next((below for below in envoy.modules() if below._module is entry), None)
+    if found is None:
+        raise AttributeError(f"`{envoy._path}[...]` is a {type(entry).__name__} that is no module of the model, so it has no envoy.")
+    return found
+
+
+def iterated(envoy: Envoy) -> list[Envoy]:
+    """Return the envoys of the modules over which a module iterates, if these are its entries; else its children."""
+    module: Any = envoy._module
+    children = list(envoy._children.values())
+    look_up = entries(envoy)
+    if look_up is None or not hasattr(type(module), "__len__"):
+        return children
+    found = list(module) if hasattr(type(module), "__iter__") else [look_up(number) for number in range(len(module))]
+    known = {below._module: below for below in envoy.modules()} if all(isinstance(item, torch.nn.Module) for item in found) else {}
+    return [known[item] for item in found] if all(item in known for item in found) else children
+
+
 def _device(envoy: Envoy) -> torch.device | None:
     """Return where the first parameter is, or the first buffer; None without any."""
     module = envoy._module

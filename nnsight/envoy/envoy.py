@@ -29,7 +29,7 @@ from ..runtime.modules.tree import ModuleTree
 from ..runtime.uncompiled import uncompiled
 from ..tracing import Backend
 from ..tracing.source import calls_for_with
-from .attributes import DERIVED, ends_with, unknown_attribute, with_child_named
+from .attributes import DERIVED, ends_with, entries, envoy_of_entry, iterated, unknown_attribute, with_child_named
 from .showing import shown
 from .source import Source, source_of
 
@@ -190,13 +190,14 @@ class Envoy(Located):
         return run.handle(f"{self._path}.output", skipped[0] if skipped else output)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the child at an index, slice or key of a container module."""
-        if isinstance(key, slice):
-            return list(self._children.values())[key]
-        if isinstance(key, str):
-            if key not in self._children and key not in self._aliases:
-                raise KeyError(unknown_attribute(self, key))
+        """Return the child at an index, slice or key of a container; if the module has ``__getitem__``, the envoy of its entry."""
+        if isinstance(key, str) and (key in self._children or key in self._aliases):
             return self._children[key] if key in self._children else self.__dict__[key]
+        look_up = entries(self)
+        if look_up is not None:
+            return envoy_of_entry(self, look_up(key))
+        if isinstance(key, str):
+            raise KeyError(unknown_attribute(self, key))
         children = list(self._children.values())
         try:
             return children[key]
@@ -212,7 +213,7 @@ class Envoy(Located):
         return not hasattr(type(self._module), "__len__") or len(self) > 0
 
     def __iter__(self) -> Iterator[Envoy]:
-        return iter(self._children.values())
+        return iter(iterated(self))
 
     @property
     def source(self) -> Source:

@@ -193,6 +193,52 @@ def test_indexing_slicing_length_and_iteration(model: NNsight) -> None:
         model.heads["c"]
 
 
+class Entries(torch.nn.Module):
+    """Keeps its modules one level down, as sets of transcoders do; ``iterates``: whether it has ``__iter__``."""
+
+    def __init__(self, iterates: bool) -> None:
+        super().__init__()
+        self.items = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(3))
+        if iterates:
+            self.__class__ = type("Iterating", (Entries,), {"__iter__": lambda self: iter(self.items)})
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.items[0].weight if key == "weight" else self.items[key]
+
+
+class WithEntries(torch.nn.Module):
+    def __init__(self, iterates: bool) -> None:
+        super().__init__()
+        self.set = Entries(iterates)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number in range(len(self.set)):
+            x = self.set[number](x)
+        return x
+
+
+@both
+@pytest.mark.parametrize("iterates", [True, False])
+def test_a_module_with_entries_of_its_own(iterates: bool, compile: bool) -> None:
+    """Its envoy has the same entries; indexing by child would give another module, without a word."""
+    model = NNsight(WithEntries(iterates), compile={"backend": "eager"} if compile else False)
+    items = model.set.items
+    assert len(model.set) == 3 and list(model.set) == [items[0], items[1], items[2]]
+    assert model.set[-1] is items[2] and model.set[1:] == [items[1], items[2]] and model.set["items"] is items
+    with pytest.raises(IndexError):
+        model.set[3]
+    with pytest.raises(AttributeError, match=r"`model\.set\[\.\.\.\]` is a Parameter that is no module of the model"):
+        model.set["weight"]
+    for _ in range(2):
+        with model.trace(torch.ones(1, 4)):
+            model.set[1].output[:] = 0.0
+            out = model.output.save()
+        assert torch.equal(out, items[2]._module(torch.zeros(1, 4)))
+
+
 def test_attributes_fall_through(model: NNsight) -> None:
     block = model.layers[0]
     assert block.width == 4

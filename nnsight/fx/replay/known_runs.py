@@ -19,7 +19,7 @@ from ...runtime.report import Report
 from ...runtime.switching.mode_stacks import unseen
 from ...runtime.switching.modes import replay_state
 from ..counters import counters
-from ..recording.journal import Journal, Listening, journal_of_run
+from ..recording.journal import EarlyCalls, Journal, journal_of_run
 from ..show import debug
 from ..show.stages import note_position
 from ..splicing.pieces import as_argument
@@ -171,7 +171,7 @@ class KnownRuns:
 
 def listening(journal: Journal, function: Callable[[], None]) -> Callable[[], None]:
     """Return ``function`` of a block, with its calls before it first waits written down."""
-    return functools.partial(Listening(journal).run, function)
+    return functools.partial(EarlyCalls(journal).run, function)
 
 
 def _metadata(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ from ...tracing import Scope
 from ...tracing.block import is_bound
 from ...tracing.saving import saves
 from ..counters import counters
-from ..recording.journal import Journal, Listening, journal_of_run
+from ..recording.journal import EarlyCalls, Journal, journal_of_run
 from .determinate import guards_of
 from .guards import GuardPath, GuardPlan, Read
 from .names import Undetermined
@@ -182,7 +182,7 @@ class Attempt:
         journal = Journal(self.filled)
         token = journal_of_run.set(journal)
         try:
-            yield journal, functools.partial(Listening(journal).run, function)
+            yield journal, functools.partial(EarlyCalls(journal).run, function)
         finally:
             journal_of_run.reset(token)
             journal.close()

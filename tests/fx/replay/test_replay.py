@@ -667,9 +667,9 @@ def test_what_never_repeats_is_not_remembered(model: Any) -> None:
     for number in range(40):
         saved, _, _ = effects(steer, model, {"vector": VECTOR, "factor": float(number)}, True)
     same(saved, Hooks(model._module).output("layers.1", _by_hand(VECTOR, 39.0))(x()))
-    (memory,) = model._compiled.replays._memories.values()
-    assert memory.must_run or fx.counters.replays > 0
-    assert memory.reading is None or len(memory.reading.environments) <= 64
+    (state,) = model._compiled.replays._states.values()
+    assert state.must_run or fx.counters.replays > 0
+    assert state.reading is None or len(state.reading.environments) <= 64
 
 
 def test_nothing_is_kept_alive(model: Any) -> None:

@@ -6,7 +6,8 @@ that are still referred to when the graph runs. It also notes why a run cannot b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -118,3 +119,15 @@ class EarlyCalls(TorchFunctionMode):
 
 #: The journal of the run in this context; ``None`` if no journal is kept.
 journal_of_run: ContextVar[Journal | None] = ContextVar("nnsight_fx_journal", default=None)
+
+
+@contextlib.contextmanager
+def kept_journal(filled: Sequence[list[Any]] = ()) -> Iterator[Journal]:
+    """Keep a journal of the run in this context, and close it at the end."""
+    journal = Journal(filled)
+    token = journal_of_run.set(journal)
+    try:
+        yield journal
+    finally:
+        journal_of_run.reset(token)
+        journal.close()

@@ -366,8 +366,11 @@ class Analysis(Calls):
         for branch in (node.body, node.orelse):
             self.values, self.live = dict(before), True
             self.run(branch)
-            ends += self._ends()
-        self._go_on(ends)
+            if self.live:
+                ends.append(self.values)
+        self.live = bool(ends)
+        if ends:
+            self.values = functools.reduce(_join_variables, ends)
 
     def _For(self, node: ast.For) -> None:  # noqa: N802
         items = self.iterated(node.iter)
@@ -389,16 +392,6 @@ class Analysis(Calls):
                 raise Undetermined(f"a context manager {self.at(node)} is neither `torch.no_grad()` nor `torch.enable_grad()`")
             self.findings.add(known.path, "object")
         self.run(node.body)
-
-    def _ends(self) -> list[dict[str, Any]]:
-        """Return the variables here, if this can be reached."""
-        return [self.values] if self.live else []
-
-    def _go_on(self, ends: list[dict[str, Any]]) -> None:
-        """Go on where several ways join."""
-        self.live = bool(ends)
-        if ends:
-            self.values = functools.reduce(_join_variables, ends)
 
 
 def _join_variables(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:

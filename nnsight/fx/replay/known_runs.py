@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from ...runtime.report import Report
 from ...runtime.switching.mode_stacks import unseen
 from ...runtime.switching.modes import replay_state
 from ..counters import counters
-from ..recording.journal import EarlyCalls, Journal, journal_of_run
+from ..recording.journal import EarlyCalls, Journal, kept_journal
 from ..show import debug
 from ..show.stages import note_position
 from ..splicing.pieces import as_argument
@@ -29,7 +29,6 @@ from .playback import Effects, GuardFailed, Playback, effects_of, sharing_of
 if TYPE_CHECKING:
     from ..capturing.graph import CapturedGraph
     from ..driver import CompiledDriver
-    from ..show.explaining import RanPiece
 
 logger = logging.getLogger("nnsight.fx")
 
@@ -45,7 +44,6 @@ class _Plan(NamedTuple):
     """A call of a lowered graph that needs no checks before it."""
 
     effects: Effects
-    ran: RanPiece
     function: Callable[[list[Any]], Any]
     numbers: tuple[Any, ...]
     alive: tuple[tuple[int, int], ...]  # number of each saved value, and its position among the results
@@ -72,11 +70,10 @@ class _FastPlayback(Playback):
                 self._plans[key] = made
             return outputs
         effects = self.found = plan.effects
-        variant, slots = effects.variant, self._tensors
-        if effects.python.steps:
-            slots = self._slots = list(slots)
-            for step in effects.python.steps:
-                step.run(slots)
+        variant = effects.variant
+        slots = self._slots = list(self._tensors)
+        for step in effects.python.steps:
+            step.run(slots)
         externals = [slots[source] for source in effects.externals]
         self.report = plan.report
         grad = torch.is_grad_enabled()
@@ -106,7 +103,7 @@ class _FastPlayback(Playback):
             return None
         alive = tuple((index, variant.positions[index]) for index in effects.alive)
         report = Report(mode="compiled", graphs=1, replayed=True, spliced=list(effects.spliced), pieces=[ran])
-        return _Plan(effects, ran, call, tuple(map(as_argument, effects.numbers)), alive, report)
+        return _Plan(effects, call, tuple(map(as_argument, effects.numbers)), alive, report)
 
 
 class _KnownEffects:
@@ -142,16 +139,9 @@ class KnownRuns:
         counters.add("replays")
         return output, playback.saved(), playback.report
 
-    @contextlib.contextmanager
-    def written_down(self) -> Iterator[Journal]:
+    def written_down(self) -> contextlib.AbstractContextManager[Journal]:
         """Keep a journal of the run in this context. Its blocks must be wrapped by :func:`listening`."""
-        journal = Journal()
-        token = journal_of_run.set(journal)
-        try:
-            yield journal
-        finally:
-            journal_of_run.reset(token)
-            journal.close()
+        return kept_journal()
 
     def learn(
         self, driver: CompiledDriver, journal: Journal, kept: dict[str, Any], tensors: list[torch.Tensor], report: Report

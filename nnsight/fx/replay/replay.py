@@ -32,7 +32,7 @@ from ...tracing import Scope
 from ...tracing.block import is_bound
 from ...tracing.saving import saves
 from ..counters import counters
-from ..recording.journal import EarlyCalls, Journal, journal_of_run
+from ..recording.journal import EarlyCalls, Journal, kept_journal
 from .determinate import guards_of
 from .guards import GuardPath, GuardPlan, GuardValues
 from .names import Undetermined
@@ -181,13 +181,8 @@ class Attempt:
     @contextlib.contextmanager
     def written_down(self, function: Callable[[], None]) -> Iterator[tuple[Journal, Callable[[], None]]]:
         """Keep a journal of the run in this context. Yields the journal, and the function to run in place of ``function``."""
-        journal = Journal(self.filled)
-        token = journal_of_run.set(journal)
-        try:
+        with kept_journal(self.filled) as journal:
             yield journal, functools.partial(EarlyCalls(journal).run, function)
-        finally:
-            journal_of_run.reset(token)
-            journal.close()
 
     def learn(self, journal: Journal, scope: Scope, spliced: Sequence[str]) -> None:
         """Keep the effects of the run, if it can be replayed."""

@@ -98,14 +98,14 @@ class CallRecorder(EventRecorder):
     def transformed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call inside ``torch.func`` or ``torch.vmap``, which decompose it into operators (:meth:`call_operator`)."""
         if self.journal is not None:
-            self.journal.spoil("a transform of torch.func")
+            self.journal.spoil("it uses a transform of torch.func")
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
     def call_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator that a transform has made from a call in C++, where neither autograd nor torch modes are active."""
         if self.journal is not None:
-            self.journal.spoil("a transform of torch.func")
+            self.journal.spoil("it uses a transform of torch.func")
         if self.stacks.why_not_lowerable is not None:
             self._check_tracing()
         with self.modes.keys():

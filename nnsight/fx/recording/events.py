@@ -234,7 +234,7 @@ class EventRecorder(TorchFunctionMode):
             return argument
         if is_numpy_scalar(argument):
             return self._argument(argument.item())
-        raise NotLowerableError(f"an argument of type {type(argument).__name__}")
+        raise NotLowerableError(f"no graph can contain an argument of type {type(argument).__name__}")
 
     def refer(self, tensor: torch.Tensor) -> ValueNumber | Input | External:
         """Return the reference to a tensor, declaring it as an external when it is new."""
@@ -251,7 +251,7 @@ class EventRecorder(TorchFunctionMode):
         if id(tensor) in inputs:
             return Input(inputs.index(id(tensor)))
         if tensor.layout is not torch.strided:
-            raise NotLowerableError(f"a tensor with layout {tensor.layout}")
+            raise NotLowerableError(f"no graph can contain a tensor with layout {tensor.layout}")
         source = self._input_behind(tensor)
         if source is not None:
             return source

@@ -110,7 +110,7 @@ class PieceRunner(CallRecorder):
         assert self.tap is not None
         self.as_captured = False  # the call may change the shape of its argument
         if self.journal is not None:
-            self.journal.spoil("a value is needed")
+            self.journal.spoil("it needs a value before the graph has run")
         pending = LazyTensor in map(type, args) or any(
             isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))
         )

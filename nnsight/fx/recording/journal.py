@@ -61,15 +61,15 @@ class Journal:
         if function in METADATA or function in _COMPARED or getattr(function, "__name__", "") in _DESCRIBING:
             return
         if any(not isinstance(leaf, (torch.Tensor, type(None))) for leaf in pytree.tree_leaves(result)):
-            self.spoil(f"the block looks at a value from outside, with `{getattr(function, '__name__', function)}`")
+            self.spoil(f"the block reads values of a tensor from outside, with `{getattr(function, '__name__', function)}`")
         self.calls.append((function, args, kwargs, result))
 
     def runs(self, recording: PieceRunner, variant: Variant, alive: tuple[int, ...], stop: int) -> None:
         """Note the variant that is about to run."""
         if self.recording is not None or not recording.graph.is_whole:
-            self.spoil("the graph was cut, or the model has several")
+            self.spoil("the graph was cut, or the model has several graphs")
         if any(mediator.alive for mediator in recording.run.mediators):
-            self.spoil("the block goes on behind the graph")
+            self.spoil("the block continues after the graph")
         self.recording, self.variant, self.alive, self.stop = recording, variant, alive, stop
         self.externals, self.inputs = list(recording.externals), list(recording.inputs)
         for index in alive:

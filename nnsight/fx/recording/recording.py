@@ -275,7 +275,7 @@ class Recording(PieceRunner):
                 self.writes[tap.index, number] = reference
 
     def _compare(self, leaves: Sequence[Any], new_leaves: Sequence[Any]) -> None:
-        """Note whether replacements differ from the replaced leaves in metadata, or in strides."""
+        """Note whether a replacement has other metadata than the replaced leaf, and whether it has other strides."""
         pairs = [(old, new) for old, new in zip(leaves, new_leaves, strict=True) if new is not old]
         self.as_captured = self.as_captured and all(_is_like(new, old) for old, new in pairs)
         self.relaid = self.relaid or any(_stride_of(new) != _stride_of(old) for old, new in pairs)

@@ -246,7 +246,7 @@ def python_effects_of(journal: Journal, kept: Sequence[tuple[str, Any]], tensors
             elif callable(leaf) and leaf in DRAWN_LIKE:
                 continue
             elif kind_of(leaf) != "constant":
-                raise Undetermined(f"a call with a {type(leaf).__name__}")
+                raise Undetermined(f"a call has an argument of type {type(leaf).__name__}")
         made = pytree.tree_leaves(result)
         _check_sizes(function, args, kwargs, made)
         for number, leaf in enumerate(made):
@@ -344,7 +344,7 @@ def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int])
         elif kind_of(leaf) == "constant":
             sources.append((leaf, _IS_CONSTANT))
         else:
-            raise Undetermined(f"`{name}` holds a {type(leaf).__name__}")
+            raise Undetermined(f"`{name}` contains a {type(leaf).__name__}")
     return tuple(sources), structure
 
 

@@ -8,6 +8,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from .names import VALUE, Concrete, Container, Items, Method, Names, OutsideObject, is_known_constant, join, truth_of
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -17,6 +19,9 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 #: The analysis computes only with numbers whose absolute value is less.
 _LARGE = 2**31
+
+#: Types of constants of which equal ones are the same object.
+_SINGLETONS = (bool, type(None), type(...), torch.dtype, torch.layout, torch.memory_format)
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -101,6 +106,8 @@ class Expressions(Names):
                 if isinstance(value, OutsideObject):
                     self.findings.add(value.path, "object")
             same = _are_same(values) if len(values) == 2 else None
+            if same is None and not all(map(_is_identified, values)):
+                return self.fail(node)
             return VALUE if same is None else Concrete(same is isinstance(operation, ast.Is))
         if isinstance(operation, (ast.In, ast.NotIn)):
             values[1] = _compared(values[1])
@@ -198,6 +205,11 @@ def _is_constant(value: Any) -> bool:
 
 def _constant(value: Any) -> Any:
     return tuple(map(_constant, value.items)) if isinstance(value, Items) else value.value
+
+
+def _is_identified(value: Any) -> bool:
+    """Whether guards compare the identity of a value: of containers they compare the items, and equal constants may be two objects."""
+    return type(value.value) in _SINGLETONS if is_known_constant(value) else not isinstance(value, Container)
 
 
 def _are_same(values: list[Any]) -> bool | None:

@@ -108,6 +108,22 @@ def test_what_changes_in_a_container_is_seen(model: Any, what: str) -> None:
         same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
 
 
+@pytest.mark.parametrize("equal", [lambda: [2.0], lambda: {"scale": 2.0}, lambda: tuple(map(float, "2"))])
+def test_whether_equal_objects_are_the_same_is_seen(model: Any, equal: Callable[[], Any]) -> None:
+    """Guards compare the items of containers, and constants by value."""
+    one = other = equal()
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        return h * 2 if one is other else h - 1
+
+    for _ in range(2):
+        same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
+    other = equal()
+    same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
+    flag = True
+    assert check(model, lambda h: h * 2 if flag is True and one is not None else h - 1) == 2
+
+
 class _Doubled(list[Any]):
     def __getitem__(self, place: Any) -> Any:
         found = super().__getitem__(place)

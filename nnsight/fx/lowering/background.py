@@ -98,13 +98,13 @@ def submit(job: Callable[[], None]) -> None:
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Wait until no graph is being compiled, or waits to be compiled, in the background.
+    """Wait until all graphs that are lowered in the background are ready.
 
     Args:
         timeout: Seconds after which to give up; ``None`` waits without a limit.
 
     Returns:
-        Whether all graphs are compiled.
+        Whether all of them are ready.
 
     Raises:
         RuntimeError: If it is called by a job in the background, which would wait for itself.

@@ -106,9 +106,9 @@ def _last_of_several(node: torch.fx.Node) -> torch.fx.Node:
 
 
 def mark_borders(graph_module: torch.fx.GraphModule, sharing: Sequence[int] = (), plan: Plan | None = None) -> bool:
-    """Renumber the stretches of a graph, so that one ends after each result that the graph also uses. Returns whether there is one.
+    """Renumber the stretches of a graph, so that one ends after each result that the graph also uses, if there is one.
 
-    ``sharing`` is the position of the first input that each input shares memory with; empty if none do.
+    ``sharing`` has, for each input, the position of the first input that it shares memory with; it is empty if none do.
     """
     results = _Results(graph_module.graph, sharing, plan)
     borders = {_last_of_several(ready) for place, ready in results.ready.items() if any(results.uses(place))}

@@ -47,8 +47,8 @@ Boxed = Callable[[list[Any]], Sequence[Any]]
 class InOwnMemory:
     """A lowered graph whose results are copied, because a CUDA graph writes its results to the same memory at each call.
 
-    While results of an earlier call are alive, torch would record another CUDA graph for the next call, so one for each value that a user
-    keeps. Results that share memory with an input, or with each other, are not copied.
+    Otherwise torch records another CUDA graph for each call while results of earlier calls are alive: one for each value that a user keeps.
+    Results that share memory with an input, or with each other, are not copied.
 
     Args:
         function: A backend's result, which takes the inputs one by one.

@@ -226,7 +226,7 @@ class Plan:
         elif node.op == "call_method":
             result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
-            raise NotImplementedError(f"a node of kind {node.op}")
+            raise NotImplementedError(f"the graph has a node of kind `{node.op}`")
         writes_all = _writes_unseen(node.target)
         for (source, tensor), version in zip(given, versions, strict=True):
             if writes_all or tensor._version != version:
@@ -236,7 +236,7 @@ class Plan:
             self._computed[memory_of(tensor)].append(node)
         self.values[node] = result
 
-    # -- where to cut --------------------------------------------------------------------------------------------------
+    # -- the places of cuts --------------------------------------------------------------------------------------------
 
     def regions(self) -> list[Region]:
         """Return the regions in order."""
@@ -329,7 +329,7 @@ class Plan:
                 merged.append((min(self.stretch[node] for node in self._computed[memory]), last))
                 continue
             if len({id(self.values[node]) for node in self._outside[memory]}) > 1:
-                raise ValueError("a graph writes to memory that it gets twice")
+                raise ValueError("the graph writes to memory that two of its inputs share")
             if torch.is_grad_enabled():
                 merged.append((min(self._uses[memory]), last))
             merged += [(self.stretch[node], last) for node in self._computed[memory] if self._is_used_later(node)]

@@ -1,8 +1,7 @@
 """Variants: the compiled form of one program in one captured graph.
 
 A recording finds its variant at the end of its path through the tree of programs, so the look-up costs nothing extra. A variant has the
-spliced graph, its lowerings, and a list of the sources of its results. It has one lowering for each set of sizes between which the backend
-distinguishes.
+spliced graph, a list of the sources of its results, and its lowerings: one for each group of sizes that the backend distinguishes.
 
 A lowering may have two stages. The first stage is fast to make: regions, most of which have been lowered before
 (:mod:`~nnsight.fx.lowering.regions`), or the nodes one by one. The second stage is the whole graph. It is lowered in the background
@@ -268,7 +267,7 @@ class Variant:
                 self._graph.each_size = False
                 logger.info("regions between borders cannot be lowered: %s", _summary(error))
                 reason = _FAILED.format(_summary(error))
-        logger.info("a graph runs node by node, because no lowering shows autograd the tensors whose gradients may be asked for")
+        logger.info("a graph runs node by node, because no lowering shows autograd the tensors whose gradients may be requested")
         symbols = Symbols([symbol for _, symbol in self._graph.symbols], run.binding).symbols
         return replace(self.unlowered(reason), symbols=symbols, placement=run.placement, node_by_node=True)
 

@@ -242,6 +242,11 @@ class Recording(PieceRunner):
                         f"The replacement of `{location}` has a {type(new_leaf).__name__} where the model has a tensor, and the captured "
                         "graph needs a tensor there. Use `trace(..., compile=False)` if the model accepts the replacement."
                     )
+                if new_leaf.layout is not torch.strided:
+                    raise TypeError(
+                        f"The replacement of `{location}` has the layout {new_leaf.layout}, which the captured graph cannot contain. Use "
+                        "`.to_dense()`, or `trace(..., compile=False)` if the model accepts the layout."
+                    )
                 shape, expected = tuple(new_leaf.shape), tuple(old_leaf.shape)
                 if shape != expected:
                     raise ReplacementShapeError(

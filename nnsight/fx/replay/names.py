@@ -2,7 +2,7 @@
 
 :mod:`nnsight.fx.replay.determinate` computes an abstract value for each expression of a block. Its kind decides which operations have no
 effect outside: a block may compute with a tensor and append to its own list, but only read the attributes of an object from outside.
-The value ``None``, the top of the lattice, means that a variable has different kinds of values on different paths. It must not be used.
+The value ``None``, the top of the lattice, means that a variable may be different objects on different paths. It must not be used.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def are_alike(one: Any, other: Any) -> bool:
 
 
 def join(one: Any, other: Any) -> Any:
-    """Return the least abstract value that covers both; ``None`` if they are of different kinds."""
+    """Return the least abstract value that covers both; ``None``, the top, if no other covers them."""
     if are_alike(one, other):
         return one
     return VALUE if all(each is VALUE or is_known_constant(each) for each in (one, other)) else None
@@ -218,7 +218,7 @@ class BlockVariables:
         self._variable = variable
 
     def outside(self, name: str) -> tuple[GuardPath, Any]:
-        """Return a variable from outside, and what it is; raises ``KeyError`` if it has no value."""
+        """Return the path and the value of a variable from outside; raises ``KeyError`` if it has no value."""
         return GuardPath(name), self._variable(name)
 
 
@@ -232,7 +232,7 @@ class FunctionVariables:
         self._function, self._path = function, path
 
     def outside(self, name: str) -> tuple[GuardPath, Any]:
-        """Return a variable from outside, and what it is; raises ``KeyError`` if it has no value."""
+        """Return the path and the value of a variable from outside; raises ``KeyError`` if it has no value."""
         free = self._function.__code__.co_freevars
         if name in self.assignable or name.startswith("__"):  # in a class, Python mangles such a name
             raise KeyError(name)
@@ -295,7 +295,7 @@ class Names:
         if node.id in self.values:
             value = self.values[node.id]
             if value is None:
-                raise Undetermined(f"`{node.id}` {self.at(node)} has different kinds of values on different paths")
+                raise Undetermined(f"`{node.id}` {self.at(node)} may be different objects on different paths")
             return value
         if node.id in (SCOPE_NAME, TRACER_NAME):
             return TRACER

@@ -150,7 +150,7 @@ class KnownRuns:
         try:
             graph, binding, effects = effects_of(journal, list(kept.items()), tensors, report.spliced)
         except Undetermined as reason:
-            logger.debug("a program is interpreted in each call: %s", reason)
+            logger.debug("a program is interpreted in each call, because %s", reason)
             return
         if len(self._known) >= _KEPT:
             self._known.clear()

@@ -71,14 +71,12 @@ class PythonEffects(NamedTuple):
 
     Attributes:
         steps: Calls on tensors from outside. Their results follow the tensors that the block reads, in numbered slots.
-        slot_of: The slot of each tensor, by its identity.
         saved: For each saved name, its leaves and their structure. A leaf is the number of a value, ``(slot,)`` for a tensor from
             outside, or ``(constant, _IS_CONSTANT)``.
         appended: The same for items appended to lists from outside, with the number of the list in place of the name.
     """
 
     steps: tuple[_Step, ...]
-    slot_of: dict[int, int]
     saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
     appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
 
@@ -223,14 +221,14 @@ def _firsts(numbers: Sequence[int]) -> list[int]:
     return [seen.setdefault(number, position) for position, number in enumerate(numbers)]
 
 
-def python_effects_of(journal: Journal, kept: Sequence[tuple[str, Any]], tensors: list[torch.Tensor]) -> PythonEffects:
-    """Return the effects of a run that are not in its program; ``kept`` are the saved values by name.
+def _python_effects_of(
+    journal: Journal, kept: Sequence[tuple[str, Any]], tensors: list[torch.Tensor]
+) -> tuple[PythonEffects, dict[int, int]]:
+    """Return the effects of a run that are not in its program, and the slot of each tensor by its identity in this run.
 
     Raises:
         Undetermined: If they cannot be replayed.
     """
-    if journal.reason:
-        raise Undetermined(journal.reason)
     slot_of: dict[int, int] = {}
     for number, tensor in enumerate(tensors):
         slot_of.setdefault(id(tensor), number)
@@ -262,13 +260,13 @@ def python_effects_of(journal: Journal, kept: Sequence[tuple[str, Any]], tensors
         _collect_containers(value, containers)
     if len(containers) != len(set(containers)):
         raise Undetermined("a container is saved in two places")
-    return PythonEffects(tuple(steps), slot_of, saved, fillings)
+    return PythonEffects(tuple(steps), saved, fillings), slot_of
 
 
 def effects_of(
     journal: Journal, kept: Sequence[tuple[str, Any]], tensors: list[torch.Tensor], spliced: Sequence[str]
 ) -> tuple[CapturedGraph, tuple[int, ...], Effects]:
-    """Return the graph of a run, its sizes, and the effects on it.
+    """Return the graph of a run, its sizes, and the effects on it; ``kept`` are the saved values by name.
 
     Raises:
         Undetermined: If the run cannot be replayed.
@@ -276,10 +274,10 @@ def effects_of(
     if journal.reason or journal.recording is None or journal.variant is None:
         raise Undetermined(journal.reason or "no graph was called")
     recording = journal.recording
-    python = python_effects_of(journal, kept, tensors)
+    python, slot_of = _python_effects_of(journal, kept, tensors)
     lifted = {id(tensor) for tensor in recording.lifted}
     externals = [
-        (external,) if id(external) in lifted else _slot(external, python.slot_of) for external in journal.externals
+        (external,) if id(external) in lifted else _slot(external, slot_of) for external in journal.externals
     ]
     calls = [step.event for step in recording.state.program().steps if isinstance(step.event, Call)]
     edits = any(map(edits_in_place, [*(call.function for call in calls), *(step.function for step in python.steps)]))
@@ -287,7 +285,7 @@ def effects_of(
         journal.variant,
         recording.state,
         journal.stop,
-        python._replace(slot_of={}),  # the identities are only valid in this run
+        python,
         tuple(externals),
         recording.numbers,
         journal.alive,

@@ -207,6 +207,8 @@ class EventRecorder(TorchFunctionMode):
             and index.dtype in _INDEX_TYPES
             and storage_of(index) not in self.storages_in_use()  # otherwise a recorded edit of it may still be pending
         ):
+            if self.journal is not None:
+                self.journal.spoil("the value of a tensor from outside is an index")
             return int(index)
         return index
 

@@ -122,6 +122,7 @@ class Calls(Expressions):
             return self.fail(node)
         called = function.value
         if called is save:
+            self.check_storable(given, node)  # a replay would save a copy of a container from outside, with its former items
             return given[0] if len(given) == 1 and not named else self.fail(node)
         if not isinstance(function, OutsideObject):
             return self.fail(node)

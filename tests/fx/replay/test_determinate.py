@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import nnsight
 from nnsight import fx
 
 from ...conftest import Hooks, same
@@ -122,6 +123,32 @@ def test_whether_equal_objects_are_the_same_is_seen(model: Any, equal: Callable[
     same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
     flag = True
     assert check(model, lambda h: h * 2 if flag is True and one is not None else h - 1) == 2
+
+
+def test_the_value_of_an_index_is_seen(model: Any) -> None:
+    """The integer in a scalar tensor is part of the program, and guards compare no values of tensors."""
+    place = torch.tensor(1)
+
+    def read(h: torch.Tensor) -> torch.Tensor:
+        return h + h[:, place, None]
+
+    def edit(h: torch.Tensor) -> torch.Tensor:
+        h = h + 0
+        h[:, place] = 5
+        return h
+
+    for function in (read, edit):
+        for index in (1, 1, 2, 3):
+            place.fill_(index)
+            same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
+
+
+def test_a_container_from_outside_is_saved_as_it_is(model: Any) -> None:
+    for held in ([[1, 2]], [[1, 2]], [[3, 4]]):
+        with model.trace(x()):
+            kept = nnsight.save(held)
+            pair = (held, model.layers[1].output).save()
+        assert kept is held is pair[0]
 
 
 class _Doubled(list[Any]):

@@ -282,9 +282,7 @@ class PieceRunner(CallRecorder):
         computed = run_lowered(self.report, ran, arguments)
         self.failed_to_run = False
         self._fill(alive, computed, variant.positions, lowered.partial)
-        for place in lowered.partial:
-            if place < 0 and isinstance(arguments[~place], torch.Tensor) and arguments[~place].requires_grad:
-                gradients.refuse(arguments[~place])
+        refuse_edited(arguments, lowered.partial)
         return alive, self.graph.stand_ins(self.binding) if variant.unseen else variant.deliver(computed, self.inputs, self.externals)
 
     def _fill(
@@ -324,6 +322,13 @@ class PieceRunner(CallRecorder):
         for lazy in map(self.held, range(len(self.lazies))):
             if lazy is not None and marked is not None:
                 marked.pop(id(lazy), None)
+
+
+def refuse_edited(arguments: Sequence[Any], partial: frozenset[int]) -> None:
+    """Refuse gradients of the arguments of a graph that it has edited, at the places ``~n`` among ``partial``: they are incomplete."""
+    for place in partial:
+        if place < 0 and isinstance(arguments[~place], torch.Tensor) and arguments[~place].requires_grad:
+            gradients.refuse(arguments[~place])
 
 
 def _mentions_backward(block: Any) -> bool:

@@ -21,6 +21,7 @@ from ...runtime.report import Report
 from ...tracing.saving import saves
 from ..block_events import Call, State
 from ..lowering.variant import Variant
+from ..recording.execution import refuse_edited
 from ..recording.functions import DRAWN_LIKE, edits_in_place
 from ..recording.journal import Journal
 from ..show.explaining import RanPiece
@@ -172,6 +173,7 @@ class Playback:
             if position in partial and real.requires_grad:
                 gradients.refuse(real)
             self._values[index] = real
+        refuse_edited(arguments, partial)
         return graph.stand_ins(binding) if variant.unseen else variant.deliver(computed, inputs, externals)
 
     def saved(self) -> dict[str, Any]:

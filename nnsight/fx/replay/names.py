@@ -333,8 +333,9 @@ class Names:
             value = owner.value
             if isinstance(value, (Located, Source)):
                 return self.of_envoy(value, node)
-            if isinstance(value, torch.Tensor):  # an attribute that the user has added may be any object
-                return VALUE if node.attr != "grad" and hasattr(torch.Tensor, node.attr) else self.fail(node)
+            if isinstance(value, torch.Tensor):  # attributes that the user has added may be any object, and guards compare no `_base`
+                is_known = node.attr != "grad" and node.attr[0] != "_" and hasattr(torch.Tensor, node.attr)
+                return VALUE if is_known else self.fail(node)
             if is_constant(value):
                 return VALUE
         # Inside a class, Python mangles `__name`.

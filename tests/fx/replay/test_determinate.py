@@ -143,6 +143,17 @@ def test_the_value_of_an_index_is_seen(model: Any) -> None:
             same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
 
 
+def test_whether_a_tensor_is_a_view_is_seen(model: Any) -> None:
+    vector = torch.ones(4)
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        return h + 1 if vector._base is None else h - 1
+
+    for seen in (torch.ones(4), torch.ones(4), torch.ones(8)[:4]):
+        vector = seen
+        same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
+
+
 def test_a_container_from_outside_is_saved_as_it_is(model: Any) -> None:
     for held in ([[1, 2]], [[1, 2]], [[3, 4]]):
         with model.trace(x()):

@@ -112,7 +112,7 @@ class CallRecorder(EventRecorder):
             return self.call(function, args, kwargs)
 
     def apply(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Apply a ``torch.autograd.Function`` to real values if one of its arguments requires a gradient.
+        """Apply a ``torch.autograd.Function`` to real values if one of its arguments may require a gradient.
 
         Autograd must see the function as one operation with its own ``backward``, which no graph can express.
 

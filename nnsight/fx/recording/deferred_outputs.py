@@ -117,7 +117,7 @@ class DeferredOutput:
         try:
             leaves = leaves_of(output, self._structure)
         except ValueError as error:  # a hook of the model has replaced the output
-            logger.debug("what `%s` returned is not what was captured: %s", self.location, error)
+            logger.debug("the output at `%s` has another structure than the captured one: %s", self.location, error)
             return
         for number, reference in self._given:
             stand_in = reference()

@@ -20,7 +20,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 #: The analysis computes only with numbers whose absolute value is less.
 _LARGE = 2**31
 
-#: Types of constants of which equal ones are the same object.
+#: Types of constants that have a single object for each value.
 _SINGLETONS = (bool, type(None), type(...), torch.dtype, torch.layout, torch.memory_format)
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {

@@ -109,7 +109,7 @@ class Effects:
 
 
 class Playback:
-    """One attempt to replay a block that reads ``tensors`` and appends to the lists ``filled``. It is the active run meanwhile."""
+    """One attempt to replay a block that reads ``tensors`` and appends to the lists ``filled``; the active run while the model runs."""
 
     def __init__(
         self,

@@ -251,7 +251,7 @@ def test_a_mixed_batch(model: VLLM, reference: LanguageModel, vector: torch.Tens
     close(torch.cat(short), states(reference, [*ids, *generated(reference, ids, count=5)])[2])
     assert [bool(made) for made in tracer.report.programs] == [True, True, False, False, True]
     line = test_a_mixed_batch.__code__.co_firstlineno + 13
-    assert tracer.report.reasons[2] == f"`print('a step')` in line {line} may do something that is not followed"
+    assert tracer.report.reasons[2] == f"`print('a step')` in line {line} may have effects that are not followed"
 
 
 def test_a_variable_that_changes_meanwhile(
@@ -384,10 +384,10 @@ def _python(model: VLLM, kind: str, vector: torch.Tensor) -> Any:
 
 
 REASONS = {
-    "a function": "something from outside is changed in line",
+    "a function": "an item of an object from outside is assigned in line",
     "a value": "A condition on a tensor needs values",
     "the step": "the loop uses `step`",
-    "a count": "something from outside is changed in line",
+    "a count": "an item of an object from outside is assigned in line",
     "a tensor": "a variable of the loop carries a value from one step to the next",
     "a view": "`add_` edits a tensor from outside in place",
     "a save": "the loop saves a value in each step",

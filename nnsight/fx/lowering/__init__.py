@@ -1,1 +1,1 @@
-"""Lowering: a spliced graph becomes a function, with regions that are lowered once and backward passes that are lowered late."""
+"""Lowering: turns a spliced graph into a function. Equal regions are lowered once, and backward passes on first use."""

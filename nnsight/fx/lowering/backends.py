@@ -1,13 +1,13 @@
-"""Backends of ``torch.compile``, by the arguments that a user gives to it.
+"""Backends of ``torch.compile``, and backward passes that Inductor lowers on first use.
 
-Inductor lowers backward passes when they first run. With gradients enabled, ahead-of-time autograd makes a graph of the forward pass and
-one of the backward pass, which most runs of a notebook never need. If sizes are plain, it lowers the second one on first use. If sizes are
-symbolic, it lowers it at once, because the assumptions about sizes would be too late for dynamo's guards. That doubles the time to the
-first result of every prompt of a second length.
+With gradients enabled, ahead-of-time autograd makes two graphs: one of the forward pass, and one of the backward pass, which most runs of
+a notebook never need. If sizes are plain, it lowers the backward graph on first use. If sizes are symbolic, it lowers the graph at once,
+because assumptions about sizes would come too late for dynamo's guards. That would double the time to the first result for every prompt of
+a second length.
 
-:func:`_lower` defers it for these, too. If Inductor fails to lower a backward pass early, autograd tries again when the pass runs, so the
-early lowering is made to fail. The assumptions of the late one are checked in each run (:class:`_Conditional`); where one fails, the
-backward pass runs node by node.
+:func:`_lower` defers the backward graph in this case, too. If Inductor fails to lower a backward graph early, autograd lowers it when it
+first runs. So the early lowering is made to fail. The assumptions of the late lowering are checked in each run (:class:`_GuardedBackward`).
+If one does not hold, the backward pass runs node by node.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def resolve_backend(
 
 
 class _Inductor(torch._TorchCompileInductorWrapper):
-    """Inductor with the options of ``torch.compile``; it lowers backward passes when they first run."""
+    """Inductor with the options of ``torch.compile``. It lowers backward passes when they first run."""
 
     def __call__(self, model_: torch.fx.GraphModule, inputs_: list[Any], **_: Any) -> Callable[..., Any]:
         return _lower(model_, inputs_, self.config)
 
 
 def makes_cuda_graphs(backend: BackendCallable) -> bool:
-    """Whether code for a GPU that ``backend`` makes is recorded and replayed as a CUDA graph."""
+    """Whether the GPU code of ``backend`` is recorded and replayed as a CUDA graph."""
     if not isinstance(backend, _Inductor):
         return False
     from torch._inductor import config
@@ -62,7 +62,7 @@ def makes_cuda_graphs(backend: BackendCallable) -> bool:
 
 
 def without_fusion(backend: BackendCallable) -> BackendCallable:
-    """Return ``backend`` with each operation in a kernel of its own if it is Inductor, for a graph that edits memory its inputs share.
+    """Return ``backend`` for a graph that edits memory which its inputs share: Inductor then puts each operation into its own kernel.
 
     Such an edit becomes a copy into a part of a buffer. Inductor may fuse it with a read of other parts of that buffer, and then values
     and gradients are wrong (pytorch/pytorch issue 198270).
@@ -75,24 +75,24 @@ def without_fusion(backend: BackendCallable) -> BackendCallable:
 
 
 def backend_name(backend: BackendCallable) -> str:
-    """Return how a user calls ``backend``."""
+    """Return the name of ``backend``, for users."""
     name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
     return str(name or type(backend).__name__)
 
 
 logger = logging.getLogger("nnsight.fx")
 
-#: Part of the keys of torch's caches, which know nothing of the changes here: without the tag, another version of this module would find
-#: what this one lowered, and this one what torch lowers by itself.
+#: Part of the keys of torch's caches on disk. The changes of this module are not part of these keys, so without the tag this module would
+#: load code that torch, or another version of this module, has lowered.
 _cache_tag = hashlib.sha256(__name__.encode() + Path(__file__).read_bytes()).hexdigest()[:16]
 
 
-class _NotYet(Exception):
+class _BackwardDeferred(Exception):
     """Ends the early lowering of a backward pass."""
 
 
 def _lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[str, Any]) -> Callable[..., Any]:
-    """Lower a graph with Inductor, as ``torch.compile`` does with fake ``inputs``, and its backward pass when it first runs."""
+    """Lower a graph with Inductor, as ``torch.compile`` does with fake ``inputs``. Its backward pass is lowered when it first runs."""
     from torch._inductor import compile_fx as inductor
 
     is_forward = not functorch_config.force_non_lazy_backward_lowering
@@ -101,20 +101,20 @@ def _lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[
         if not settings.get("is_backward"):
             return inductor.compile_fx_inner(graph, example_inputs, **settings)
         if is_forward:
-            raise _NotYet
+            raise _BackwardDeferred
         environment = getattr(detect_fake_mode(example_inputs), "shape_env", None)
         guards = [] if environment is None else environment.guards
-        known, as_it_is = len(guards), copy.deepcopy(graph)
+        known, unlowered = len(guards), copy.deepcopy(graph)
         compiled = inductor.compile_fx_inner(graph, example_inputs, **settings)
         assumed = [guard.expr for guard in guards[known:]]
-        return _Conditional(compiled, as_it_is, example_inputs, assumed) if assumed else compiled
+        return _GuardedBackward(compiled, unlowered, example_inputs, assumed) if assumed else compiled
 
-    _tell_parameters(graph_module)
+    _mark_parameters(graph_module)
     try:
         tag = f"{compiler_config.cache_key_tag}nnsight-{_cache_tag}"
         with (
-            _silent(),
-            _results_kept_apart(),
+            _without_deferral_warnings(),
+            _without_aliased_results(),
             replaced(inductor, "select_decomp_table", decompositions),
             cast("Any", compiler_config).patch(cache_key_tag=tag),
         ):
@@ -123,27 +123,27 @@ def _lower(graph_module: torch.fx.GraphModule, inputs: list[Any], options: dict[
         is_forward = False
 
 
-def _tell_parameters(graph_module: torch.fx.GraphModule) -> None:
-    """Let ahead-of-time autograd see which inputs dynamo found to be parameters of the model.
+def _mark_parameters(graph_module: torch.fx.GraphModule) -> None:
+    """Tell ahead-of-time autograd which inputs are parameters of the model.
 
-    They have the same address in each call. Without knowing it, a CUDA graph copies them each time. Dynamo says so at its placeholders, and
-    is believed for a graph that looks like one of its own.
+    Parameters have the same address in each call. A CUDA graph copies inputs in each call, unless it knows that. Dynamo marks parameters
+    at its placeholders, but autograd reads these marks only from a graph module that has the attributes of one of dynamo's own.
     """
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     if any("tensor_dict" in node.meta for node in placeholders) and not [*graph_module.named_parameters(), *graph_module.named_buffers()]:
         graph_module.meta.setdefault("dynamo_compile_id", None)
-        graph_module._param_name_to_source = {}  # type: ignore[assignment] # of parameters that the graph holds itself
+        graph_module._param_name_to_source = {}  # type: ignore[assignment] # for parameters that are attributes of the module
         for node in placeholders:
-            node._dynamo_source = LocalSource(node.name)  # another one for each, or one is taken for a copy of another
+            node._dynamo_source = LocalSource(node.name)  # equal sources would make autograd take two inputs for one
 
 
 @contextlib.contextmanager
-def _results_kept_apart() -> Iterator[None]:
-    """Keep Inductor from returning one tensor for two results where one is a copy. Only for a holder of the compile lock.
+def _without_aliased_results() -> Iterator[None]:
+    """Keep Inductor from returning one tensor for a result and its copy. The caller must hold the compile lock.
 
     Inductor drops operations that do nothing, such as a copy or a ``slice_scatter`` of a whole tensor, unless both sides are results. It
-    does not notice that a value becomes a result when the operation behind it is dropped. An edit of one result would then show in the
-    other, and if one was detached, neither has a gradient. So a copy that shares memory with a result is never dropped.
+    does not notice that the input of a dropped operation becomes a result. An edit of one result would then show in the other, and if one
+    was detached, neither would have a gradient. So a copy that shares memory with a result is never dropped.
     """
     from torch._inductor.fx_passes import post_grad
     from torch._inductor.fx_utils import get_node_storage
@@ -169,9 +169,9 @@ def _results_kept_apart() -> Iterator[None]:
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Return Inductor's decompositions, and one that avoids a wrong lowering of ``x[mask] = value``.
+    """Return Inductor's decompositions, with one more that avoids a wrong lowering of ``x[mask] = value``.
 
-    Inductor's cache writes the name of this function into its keys. With a table in its place nothing would be cached.
+    Inductor needs a function here, not a table: its cache uses the name of the function in its keys, and caches nothing for a table.
     """
     from torch._inductor.decomposition import select_decomp_table
 
@@ -181,9 +181,9 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 def _masked_fill(
     tensor: torch.Tensor, indices: Sequence[torch.Tensor | None], values: torch.Tensor, accumulate: bool = False
 ) -> torch.Tensor:
-    """Compute ``x[mask] = value`` for one mask and one number with ``where``.
+    """Compute ``x[mask] = value`` with ``where``, for one mask and one number.
 
-    Inductor replaces the buffer of ``x``, and a matrix product that has read ``x`` before then reads the new values.
+    Inductor's own lowering replaces the buffer of ``x``, so that a matrix product before the edit reads the new values.
     """
     mask = indices[0]
     one = all(isinstance(size, int) and size == 1 for size in values.shape)
@@ -193,17 +193,17 @@ def _masked_fill(
     return torch.where(mask, values.reshape(()).to(device=tensor.device, dtype=tensor.dtype), tensor)
 
 
-class _Conditional:
-    """A lowered backward pass, which runs ``graph_module`` node by node where an assumption about the sizes in its inputs does not hold."""
+class _GuardedBackward:
+    """A lowered backward pass with guards on sizes. If an assumption in ``assumed`` fails, ``graph_module`` runs node by node."""
 
     def __init__(self, compiled: Callable[..., Any], graph_module: Any, example_inputs: Sequence[Any], assumed: list[Any]) -> None:
-        self._boxed_call = True  # it takes a list and empties it
+        self._boxed_call = True  # tells autograd that the arguments come as a list, which the call empties
         self._compiled, self._graph_module, self._assumed = compiled, graph_module, assumed
         self._symbols = {number: size.node.expr for number, size in enumerate(example_inputs) if isinstance(size, torch.SymInt)}
 
     def __call__(self, arguments: list[Any]) -> Any:
         sizes = {symbol: arguments[number] for number, symbol in self._symbols.items()}
-        # An assumption about a size that is not among the arguments stays an expression and fails.
+        # An assumption about a size that is not among the arguments stays symbolic, so it counts as failed.
         if all(assumption.xreplace(sizes) == True for assumption in self._assumed):  # noqa: E712 - sympy's truth
             return self._compiled(arguments)
         logger.debug("a backward pass runs node by node: sizes %s, assumed %s", sizes, self._assumed)
@@ -213,14 +213,14 @@ class _Conditional:
 
 
 @contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Keep autograd from warning about a deferred backward pass. Only for a holder of the compile lock."""
+def _without_deferral_warnings() -> Iterator[None]:
+    """Keep autograd from warning about a deferred backward pass. The caller must hold the compile lock."""
 
-    def tells_something(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], _NotYet))
+    def is_other(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], _BackwardDeferred))
 
-    graph_compile.log.addFilter(tells_something)
+    graph_compile.log.addFilter(is_other)
     try:
         yield
     finally:
-        graph_compile.log.removeFilter(tells_something)
+        graph_compile.log.removeFilter(is_other)

@@ -1,8 +1,8 @@
-"""Lowering in the background: one thread compiles what would only make later runs faster.
+"""Lowering in the background: a thread compiles graphs that only make later runs faster.
 
-Jobs run one at a time, in order, on a thread that starts with the first. Backends are not thread-safe, so a job holds dynamo's compile
-lock, and a capture or a lowering in the foreground waits for it. When the interpreter exits, waiting jobs are dropped and the running one
-is interrupted. :func:`wait` returns when nothing is left to do.
+Jobs run one at a time, in order, on a thread that starts with the first job. Backends are not thread-safe, so a job holds dynamo's compile
+lock, and a capture or a lowering in the foreground waits for it. When the interpreter exits, waiting jobs are dropped and the running job
+is interrupted. :func:`wait` returns when no job is left.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ logger = logging.getLogger("nnsight.fx")
 
 
 class _Interrupted(BaseException):
-    """Raised in the thread when the interpreter exits."""
+    """Raised in the background thread when the interpreter exits."""
 
 
 class _Worker:
-    """The thread and its jobs."""
+    """The background thread and its queue of jobs."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -65,10 +65,10 @@ class _Worker:
                     job()
                 except Exception:
                     logger.exception("a job in the background failed")
-                del job  # free what it refers to before the next job comes
+                del job  # free the tensors that it refers to before the wait for the next job
 
     def _end(self) -> None:
-        """Interrupt the thread; a daemon thread that runs on while the interpreter goes away can crash it."""
+        """Interrupt the thread: a daemon thread that still runs during the shutdown of the interpreter can crash it."""
         with self._changed:
             self._ending = True
             self._jobs.clear()
@@ -84,7 +84,7 @@ _worker = _Worker()
 
 
 def submit(job: Callable[[], None]) -> None:
-    """Run ``job`` on the thread, with the caller's grad mode, autocast and device."""
+    """Run ``job`` on the background thread, with the grad mode, autocast and device of the caller."""
     modes = Modes.now()
     device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
@@ -98,16 +98,16 @@ def submit(job: Callable[[], None]) -> None:
 
 
 def wait(timeout: float | None = None) -> bool:
-    """Wait until nothing is being compiled in the background.
+    """Wait until all graphs that are lowered in the background are ready.
 
     Args:
-        timeout: Seconds after which to give up; ``None`` waits for as long as it takes.
+        timeout: Seconds after which to give up; ``None`` waits without a limit.
 
     Returns:
-        Whether everything is done.
+        Whether all of them are ready.
 
     Raises:
-        RuntimeError: In the background itself, where waiting would never end.
+        RuntimeError: If it is called by a job in the background, which would wait for itself.
     """
     if threading.current_thread() is _worker.thread:
         raise RuntimeError("fx.wait() was called by a job in the background, so it would never return.")

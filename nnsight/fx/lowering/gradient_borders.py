@@ -1,11 +1,11 @@
-"""Gradient borders: where autograd can see gradients in a lowered graph.
+"""Gradient borders: where a graph must be split so that the gradients of its results are complete.
 
-A backend turns a graph into one function, which autograd treats as one operation: all results depend on its inputs, and none on another
-result. So the gradient of a result lacks what flows through the other results, unless a border behind the tensor splits the graph.
-:func:`mark_borders` marks such borders, at which :mod:`~nnsight.fx.lowering.regions` cuts, and :func:`partial_results` finds the tensors
-without one.
+A backend turns a graph into one function, which autograd treats as one operation: all results depend on its inputs, and no result depends
+on another one. So if a result is also used inside the graph, its gradient lacks the part that flows through the other results. A border
+after the computation of that result splits the graph, and makes the gradient complete. :func:`mark_borders` marks such borders, at which
+:mod:`~nnsight.fx.lowering.regions` cuts, and :func:`partial_results` finds the tensors whose gradient is incomplete.
 
-An input that the graph edits in place, and a tensor that shares memory with it, count as results, too.
+Inputs that the graph edits in place, and tensors that share memory with them, count as results, too.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from .region_plan import STRETCH
 if TYPE_CHECKING:
     from .region_plan import Plan
 
-#: Calls behind which no gradient flows.
+#: Calls through which no gradient flows.
 _ENDING = frozenset({"detach", "detach_", "item", "tolist", "size", "stride", "dim", "numel"})
 
 
-class _Observed:
-    """The tensors that a graph hands out, by place: a result's position, or ``~n`` for input number ``n`` that is edited.
+class _Results:
+    """The tensors that leave a graph, by place: the position of a result, or ``~n`` for input number ``n`` if it is edited.
 
-    A possible edit moves the border, but hides no use. A plan is more precise than the graph alone: it has seen on fakes what each call
-    writes to, for example which arguments of ``batch_norm``.
+    A call that only *may* edit a tensor moves the border of the tensor, but uses of the tensor before this call still count. A ``plan`` is
+    more precise than the graph alone: it knows the arguments to which each call writes, for example those of ``batch_norm``.
 
     Attributes:
         order: Number of each node.
-        since: For each tensor the node that made or last edited it.
-        ready: For each tensor the node behind which no edit of it is possible.
+        since: For each tensor, the node that made it or surely edited it last.
+        ready: For each tensor, the last node that makes it or may edit it.
         leaving: Calls that edit an input.
     """
 
@@ -76,19 +76,19 @@ class _Observed:
         return self._first.get(base, base)
 
     def uses(self, place: int) -> Iterator[torch.fx.Node]:
-        """Yield the calls that use the tensor after the last edit of it."""
+        """Yield the calls that use the tensor after its last sure edit."""
         tensor, since = self._tensors[place], self.since[place]
         names = [tensor] if since is tensor else self._aliases[self._base(tensor)]
         for node in names:
             yield from (user for user in node.users if user.op != "output" and self.order[user] > self.order[since])
 
 
-#: Kinds of calls whose result is, and may be, a view of their first argument.
+#: Kinds of calls whose result surely is, or may be, a view of their first argument.
 _SURELY, _MAYBE = (Kind.VIEW,), (Kind.VIEW, Kind.READ)
 
 
 def _base(node: torch.fx.Node, kinds: tuple[Kind, ...] = _SURELY) -> torch.fx.Node:
-    """Return the node of which ``node`` is a view, or the same tensor."""
+    """Return the node that computes the base of ``node``, through views and edits in place."""
     while True:
         source = edited(node)
         if source is None and kind_of(node) in kinds and node.all_input_nodes:
@@ -99,19 +99,19 @@ def _base(node: torch.fx.Node, kinds: tuple[Kind, ...] = _SURELY) -> torch.fx.No
 
 
 def _last_of_several(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the last of the calls from ``node`` on that unpack one tuple; no border may separate them."""
+    """Return the last of the consecutive calls, from ``node`` on, that unpack the same tuple: no border may separate them."""
     while node.target is operator.getitem and node.next.target is operator.getitem and node.next.args[0] is node.args[0]:
         node = node.next
     return node
 
 
 def mark_borders(graph_module: torch.fx.GraphModule, sharing: Sequence[int] = (), plan: Plan | None = None) -> bool:
-    """Number the stretches of a graph anew, so that one ends behind each tensor that it hands out and uses further on, if there is one.
+    """Renumber the stretches of a graph, so that one ends after each result that the graph also uses, if there is one.
 
-    ``sharing`` is for each input the first that it shares memory with, if any do.
+    ``sharing`` has, for each input, the position of the first input that it shares memory with; it is empty if none do.
     """
-    observed = _Observed(graph_module.graph, sharing, plan)
-    borders = {_last_of_several(ready) for place, ready in observed.ready.items() if any(observed.uses(place))}
+    results = _Results(graph_module.graph, sharing, plan)
+    borders = {_last_of_several(ready) for place, ready in results.ready.items() if any(results.uses(place))}
     stretch = passed = 0
     for node in graph_module.graph.nodes:
         stretch = max(stretch, node.meta.get(STRETCH, stretch))
@@ -127,21 +127,21 @@ def partial_results(
     sharing: Sequence[int] = (),
     plan: Plan | None = None,
 ) -> frozenset[int]:
-    """Return the places of those tensors whose gradient may lack a part; ``part_of`` returns the lowered function that a node is in."""
+    """Return the places of the tensors whose gradient may be incomplete; ``part_of`` returns the lowered function that a node is in."""
     if not torch.is_grad_enabled():
         return frozenset()
-    observed = _Observed(graph, sharing, plan)
+    results = _Results(graph, sharing, plan)
     found = set()
-    for place, since in observed.since.items():
+    for place, since in results.since.items():
         part = part_of(since)
-        pending = [user for user in observed.uses(place) if part_of(user) is part]
+        pending = [user for user in results.uses(place) if part_of(user) is part]
         seen: set[torch.fx.Node] = set()
         while pending:
             node = pending.pop()
             if node in seen or not _passes_gradients(node):
                 continue
             seen.add(node)
-            if node in observed.leaving or any(user.op == "output" or part_of(user) is not part for user in node.users):
+            if node in results.leaving or any(user.op == "output" or part_of(user) is not part for user in node.users):
                 found.add(place)
                 break
             pending += node.users

@@ -1,22 +1,22 @@
-"""Lowering: from a graph module to a callable.
+"""Lowering: turns a graph module into a callable.
 
-Any ``torch.compile`` backend lowers a spliced graph as it would lower the model's own. A backend wants fake inputs. Each lowering gets new
-ones, whose symbolic sizes have the sizes of this call as hints, because a backend specializes on hints. The numbers of the program are
-symbols, too. What the backend assumes about a symbol becomes a condition of the lowering: other sizes or numbers get another one.
+Any ``torch.compile`` backend lowers a spliced graph in the same way as the model's own graph. A backend takes fake inputs. Each lowering
+gets new ones, whose symbolic sizes have the sizes of this call as hints, because a backend specializes on hints. The numbers of the program
+are symbols, too. The assumptions of the backend about symbols become conditions of the lowering: other sizes or numbers get another one.
 
-If a graph writes to inputs that share memory, their fakes share memory, too, and have plain sizes. Such a lowering is for inputs that share
-memory in the same way.
+If a graph writes to inputs that share memory, their fakes share memory, too, and have plain sizes. Such a lowering is only valid for inputs
+that share memory in the same way.
 
 A lowering has two steps. :func:`prepare` makes the fakes and needs the real inputs. :func:`lower_prepared` calls the backend; it may run
 later and on another thread.
 
-A backend returns generated code inside of several wrappers, which switch dynamo off, keep statistics, and prepare inputs and outputs for
-autograd. For a graph that computes no gradients and returns no view of an input, they do nothing but count that inputs were written to,
-and take about 90 µs in the middle of a model. A model in regions pays that for each layer. They also keep inputs alive that are no longer
-needed. So the first call goes through the wrappers and is watched (:class:`Direct`). If the generated code got exactly the inputs, if its
-results came back unchanged, and if modes and attributes of tensors stayed as they were, later calls go to the generated code, and count
-the writes. They pass their inputs in a list, which the code empties, so memory is free as early as in an uncut graph. Under a profiler all
-calls go through the wrappers, because Inductor names its ranges there.
+A backend returns generated code inside several wrappers, which disable dynamo, keep statistics, and prepare inputs and outputs for
+autograd. If a graph computes no gradients and returns no view of an input, the only effect of the wrappers is to count writes to inputs.
+They take about 90 µs in the middle of a model, for each layer of a model in regions, and they keep inputs alive that are no longer needed.
+So :class:`Direct` watches the first call through the wrappers. If the generated code gets exactly the inputs, its results come back
+unchanged, and modes and attributes of tensors stay the same, later calls go to the generated code directly, and count the writes. They pass
+their inputs in a list, which the code empties, so that memory is free as early as in an uncut graph. Under a profiler all calls go through
+the wrappers, because Inductor names its ranges there.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from ..torch_compat import TracingContext, cache_counts, generated_code_in, lowe
 from .backends import BackendCallable, makes_cuda_graphs, without_fusion
 from .symbols import Symbols, copied
 
-#: Takes its inputs in a list.
+#: A function that takes its inputs in a list, and may empty the list.
 Boxed = Callable[[list[Any]], Sequence[Any]]
 
 
 class InOwnMemory:
-    """A lowered graph whose results are copied: a CUDA graph writes its results to the same memory at each call.
+    """A lowered graph whose results are copied, because a CUDA graph writes its results to the same memory at each call.
 
-    Torch keeps such results by recording another graph for the next call as long as they are there: one for each value that a user keeps.
-    Results that share memory with an input, or with each other, stay what they are.
+    Otherwise torch records another CUDA graph for each call while results of earlier calls are alive: one for each value that a user keeps.
+    Results that share memory with an input, or with each other, are not copied.
 
     Args:
         function: A backend's result, which takes the inputs one by one.
@@ -62,7 +62,7 @@ class InOwnMemory:
         return self.copied(self.function(*inputs), inputs)
 
     def copied(self, results: Sequence[Any], inputs: Sequence[Any] = ()) -> list[Any]:
-        """Return the results in memory of their own; the ``inputs`` are looked at in the first call."""
+        """Return the results in memory of their own. Only the first call needs the ``inputs``, to find the results that share memory."""
         made = list(results)
         if self._positions is None:
             storages = Counter(_storages(made))
@@ -82,19 +82,19 @@ _number_of = operator.attrgetter("_cdata")
 
 
 def _storages(values: Sequence[Any]) -> list[int]:
-    """Return the storage of each tensor; a call of a generation asks for those of all its inputs."""
+    """Return an identity of the storage of each tensor. Written for speed: each call of a generation needs those of all its inputs."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return list(map(_number_of, map(torch.Tensor.untyped_storage, tensors)))
 
 
 class Direct:
-    """A lowered graph, called with a list of its inputs.
+    """A lowered graph that is called with a list of its inputs, without the wrappers if they have no effect.
 
     Args:
         function: A backend's result, which takes the inputs one by one.
 
     Attributes:
-        call: Calls the generated code if the wrappers do nothing, else ``function``; ``None`` until :meth:`first` has found out.
+        call: Calls the generated code if the wrappers have no effect, else ``function``; ``None`` before the first call of :meth:`first`.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -111,8 +111,8 @@ class Direct:
         return result
 
     def first(self, inputs: list[Any]) -> Sequence[Any]:
-        """Call the graph with its wrappers, and find out what they do."""
-        if not self._lock.acquire(blocking=False):  # the code may wait for another thread
+        """Call the graph with its wrappers, and find out whether later calls can do without them."""
+        if not self._lock.acquire(blocking=False):  # no waiting, because the code may itself wait for another thread
             return self.whole(inputs)
         try:
             return self._watched(inputs)
@@ -160,7 +160,7 @@ def _are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _versions(inputs: Sequence[Any]) -> list[int]:
-    """Return how often each tensor has been written to; tensors of inference mode do not count that."""
+    """Return the version of each tensor, which counts writes; 0 for tensors of inference mode, which have none."""
     return [tensor._version if isinstance(tensor, torch.Tensor) and not tensor.is_inference() else 0 for tensor in inputs]
 
 
@@ -169,7 +169,7 @@ def _changes(before: Sequence[int], after: Sequence[int]) -> list[int]:
 
 
 def _counting(generated: Boxed, written: Sequence[int]) -> Boxed:
-    """Return a call of ``generated`` that counts a write to each input at the positions ``written``, as its wrappers do."""
+    """Return a function that calls ``generated`` and counts a write to each input at the positions ``written``, as the wrappers do."""
 
     def call(inputs: list[Any]) -> Sequence[Any]:
         edited = [inputs[position] for position in written]
@@ -181,18 +181,18 @@ def _counting(generated: Boxed, written: Sequence[int]) -> Boxed:
 
 
 class Placement(NamedTuple):
-    """How the inputs of a graph lie in memory, as far as a lowering depends on it.
+    """The properties of the inputs' memory on which a lowering depends.
 
     Attributes:
-        sharing: Which of them share memory that the graph writes to, see :func:`sharing_of`.
-        layouts: Those of the inputs that come from the piece before, see :mod:`~nnsight.fx.lowering.symbols`.
+        sharing: Which inputs share memory, see :func:`sharing_of`; empty if the graph writes to no input.
+        layouts: The layouts of the inputs that earlier pieces have computed, see :mod:`~nnsight.fx.lowering.symbols`.
     """
 
     sharing: tuple[int, ...] = ()
     layouts: tuple[Any, ...] = ()
 
 
-#: Of a graph that writes to none of its inputs and has none from a piece before.
+#: For a graph that writes to none of its inputs, and has no inputs from earlier pieces.
 NO_PLACEMENT = Placement()
 
 
@@ -202,14 +202,14 @@ class Lowered:
 
     Attributes:
         function: Takes the graph's inputs, returns its outputs as a sequence.
-        conditions: What must hold for the symbols, as expressions over ``symbols``.
+        conditions: The guards of the lowering, as expressions over ``symbols``.
         symbols: The symbols, in the order of the sizes passed to :meth:`accepts`.
-        compiles: How many graphs a backend compiled for it.
-        placement: How its inputs lie in memory.
-        partial: Places of the tensors whose gradient lacks a part, see :func:`~nnsight.fx.lowering.gradient_borders.partial_results`.
-        node_by_node: Whether the graph itself runs, so that autograd sees which input is edited through another.
-        regions: How many graphs it calls one after the other.
-        uncompiled: If its nodes run one by one and the user has to know: why, and the remedy.
+        compiles: Number of graphs that a backend compiled for it.
+        placement: The placement of the inputs for which it is valid.
+        partial: Places of the tensors with incomplete gradients, see :func:`~nnsight.fx.lowering.gradient_borders.partial_results`.
+        node_by_node: Whether its nodes run one by one, so that autograd sees edits of an input through another one.
+        regions: Number of graphs that it calls one after the other.
+        uncompiled: If its nodes run one by one and the user has to know: the reason, and the remedy.
     """
 
     function: Callable[..., Any]
@@ -224,7 +224,7 @@ class Lowered:
 
     @cached_property
     def direct(self) -> Direct:
-        """The function for a caller who hands its inputs over."""
+        """The function in a form that takes a list of inputs and may empty it."""
         return Direct(self.function)
 
     def accepts(self, binding: tuple[int | float, ...]) -> bool:
@@ -239,7 +239,7 @@ class Lowered:
 
 
 def sharing_of(inputs: Sequence[Any]) -> tuple[int, ...]:
-    """Return, for each input, the first one that it shares memory with; empty if none does."""
+    """Return, for each input, the position of the first input that it shares memory with; empty if no two inputs share memory."""
     storages = _storages(inputs)
     if len({*storages}) == len(storages):
         return ()
@@ -250,7 +250,7 @@ def sharing_of(inputs: Sequence[Any]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A graph about to be lowered: its placeholders carry ``fakes`` as ``example_value``, whose sizes are made of ``symbols``."""
+    """A graph about to be lowered. Its placeholders have ``fakes`` as ``example_value``, with sizes in terms of ``symbols``."""
 
     graph_module: torch.fx.GraphModule
     fakes: list[Any]
@@ -270,19 +270,20 @@ def prepare(
     """Make the fake inputs with which ``graph_module`` is to be lowered.
 
     Args:
-        graph_module: Returns a tuple. Placeholders of captured nodes carry ``example_value``; then come those of externals and, last,
-            of numbers.
-        inputs: The values it is about to be called with, in order.
+        graph_module: A module that returns a tuple. Its first placeholders, of captured nodes, have an ``example_value``. Then come those
+            of externals and, last, of numbers.
+        inputs: The values with which it is about to be called, in order.
         symbols: Symbols of the captured graph.
-        binding: The size each symbol has in ``inputs``, then the program's numbers.
-        fixed: Kinds of numbers to write into the graph as constants: the result is then for these numbers alone.
+        binding: The size of each symbol in ``inputs``, then the program's numbers.
+        fixed: Types of numbers to write into the graph as constants. The result is then valid for these numbers only.
+        placement: The placement of ``inputs``.
         static: Whether sizes are constants, too.
     """
     sharing = placement.sharing
     made = Symbols(symbols, binding, fixed=fixed)
     if static:
         for size in made.fresh.values():
-            int(size)  # from here on the environment puts its value in place of the symbol
+            int(size)  # adds the guard that the symbol has this value, and makes the environment use the value from here on
     if sharing:
         made.assumed += made.as_now()
     fakes = []
@@ -301,7 +302,7 @@ def prepare(
 def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     """Lower a graph with ``backend``."""
     symbols, graph_module = prepared.symbols, prepared.graph_module
-    given = _give_back_inputs(graph_module)
+    given = _drop_returned_inputs(graph_module)
     if prepared.placement.sharing:
         backend = run_as_is if _may_mix_up_results(graph_module.graph) else without_fusion(backend)
     with progress.step(progress.LOWERING), lowering(), tracing(TracingContext(symbols.mode)):
@@ -316,14 +317,13 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     return Lowered(function, symbols.conditions(), symbols.symbols, compiles, prepared.placement, node_by_node=node_by_node)
 
 
-def _give_back_inputs(graph_module: torch.fx.GraphModule) -> dict[int, int]:
-    """Let a graph no longer return the inputs that it returns, perhaps edited: the caller has them.
+def _drop_returned_inputs(graph_module: torch.fx.GraphModule) -> dict[int, int]:
+    """Remove inputs, edited or not, from the results of a graph: the caller has them already.
 
-    Ahead-of-time autograd mixes up the results of a graph that returns an input it has edited, and has edited another one
-    that requires gradients.
+    Ahead-of-time autograd mixes up the results of a graph that returns an edited input and also edits another one that requires a gradient.
 
     Returns:
-        The position of the input for the position of each such result.
+        For the position of each removed result, the position of the input.
     """
     graph = graph_module.graph
     inputs = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
@@ -343,17 +343,17 @@ def _give_back_inputs(graph_module: torch.fx.GraphModule) -> dict[int, int]:
 
 
 def _edited_tensor(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the node that first computed the tensor that ``node`` returns, perhaps edited in place."""
+    """Return the node that computed the tensor that ``node`` returns, before any edits in place."""
     while (source := edited(node)) is not None:
         node = source
     return node
 
 
 def _may_mix_up_results(graph: torch.fx.Graph) -> bool:
-    """Whether ahead-of-time autograd may return wrong tensors of a graph that edits memory which several inputs share.
+    """Whether ahead-of-time autograd may return wrong tensors for a graph that edits memory which several inputs share.
 
-    It takes one input for all of them, and looks for the base of a result in a wrong place: of one that shares memory with an input
-    and, under gradients, of a view of a computed tensor.
+    It merges these inputs into one, and then looks in the wrong place for the base of some results: of results that share memory with an
+    input and, if gradients are enabled, of views of computed tensors.
     """
     memory = Memory(graph)
     returned = graph.output_node().all_input_nodes
@@ -364,12 +364,12 @@ def _may_mix_up_results(graph: torch.fx.Graph) -> bool:
 
 
 def run_as_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """A backend that lowers nothing: the nodes run one by one."""
+    """A backend that compiles nothing: the nodes run one by one."""
     return graph_module.forward
 
 
 def _with_inputs_returned(function: Callable[..., Any], given: dict[int, int]) -> Callable[..., Any]:
-    """Return a function that returns the inputs ``given``, too; see :func:`_give_back_inputs`."""
+    """Return a function that also returns the inputs that :func:`_drop_returned_inputs` has removed from the results."""
 
     def with_inputs(*inputs: Any) -> list[Any]:
         results = list(function(*inputs))
@@ -381,13 +381,13 @@ def _with_inputs_returned(function: Callable[..., Any], given: dict[int, int]) -
 
 
 def _inline_numbers(graph_module: torch.fx.GraphModule, numbers: Sequence[Any], fixed: Collection[type]) -> None:
-    """Write numbers of the kinds ``fixed`` into the graph; their placeholders stay, without users."""
+    """Write numbers of the types ``fixed`` into the graph as constants. Their placeholders stay, without users."""
     graph = graph_module.graph
     constants: dict[torch.fx.Node, Any] = {}
     for node in graph.find_nodes(op="placeholder"):
         number = node.meta.get("number")
         if number is not None and number.kind in fixed:
-            sources = node.users if number.kind is float else (node,)  # a float is the item of a tensor
+            sources = node.users if number.kind is float else (node,)  # the placeholder of a float is a tensor, and its user is `item`
             constants.update(dict.fromkeys(sources, numbers[number.index]))
     if not constants:
         return

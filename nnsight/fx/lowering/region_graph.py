@@ -1,7 +1,7 @@
-"""A region as a graph of its own, and the key by which regions are equal.
+"""Regions as graphs of their own, with a key for comparison.
 
-One lowering serves two regions with the same operations on inputs with the same metadata, under the same settings of torch. So a region
-is written with canonical names and symbols, and its key has everything that a lowering depends on.
+One lowering serves two regions with the same operations on inputs with the same metadata, under the same settings of torch. So the graph
+of a region has canonical names and symbols, and its key contains everything on which a lowering depends.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .lowering import Prepared
 from .region_plan import Like, Plan, Region, attribute_at, memory_of
 from .symbols import Symbols, wanting_grad
 
-#: Constants that compare by value, together with their type.
+#: Types of constants that are compared by type and value.
 _COMPARABLE = (str, bytes, int, type(None), type(...), torch.dtype, torch.device, torch.memory_format, torch.layout)
 
-#: Entries of a node's ``meta`` that ask something of a backend; the last one numbers checkpoints, which only have to differ.
-_WISHES = ("custom", "recompute", "ac_graph_id")
+#: Entries of a node's ``meta`` that are hints for a backend. The last one numbers checkpoints; its values only have to differ.
+_HINTS = ("custom", "recompute", "ac_graph_id")
 
 
 class RegionGraph:
@@ -32,8 +32,8 @@ class RegionGraph:
         key: Equal for regions that one lowering serves.
         inputs: Nodes of the whole graph whose values it takes.
         outputs: Nodes of the whole graph that it computes.
-        symbols: The symbols of the whole graph in its inputs.
-        binding: Their sizes.
+        symbols: The symbols of the whole graph that occur in its inputs.
+        binding: The size of each of these symbols.
     """
 
     def __init__(self, plan: Plan, region: Region, actual: dict[torch.fx.Node, Any], binding: tuple[int | float, ...]) -> None:
@@ -45,7 +45,7 @@ class RegionGraph:
         found = dict.fromkeys(symbol for number in numbers for symbol in sorted(number.node.expr.free_symbols, key=str))
         self.symbols = tuple(found)
         self.binding = tuple(sizes[symbol] for symbol in self.symbols)
-        # A backend gets each symbol as an input, as dynamo would pass it, and does not have to solve for it.
+        # A backend gets each symbol as an input, as dynamo would pass it, because it may not be able to solve for the symbol.
         passed = [(plan.values[node], node) for node in actual]
         given = {value.node.expr: node for value, node in passed if isinstance(value, torch.SymInt)}
         self.inputs = list(dict.fromkeys([*(given[symbol] for symbol in self.symbols if symbol in given), *region.inputs]))
@@ -58,7 +58,7 @@ class RegionGraph:
         return self.like(node).numbers() if isinstance(value, torch.Tensor) else (value,)
 
     def like(self, node: torch.fx.Node) -> Like:
-        """Return the metadata of a tensor when the region begins."""
+        """Return the metadata of a tensor at the start of the region."""
         likes = self._plan.likes[node]
         return likes[min((stretch for stretch in likes if stretch >= self._first), default=max(likes))]
 
@@ -71,7 +71,7 @@ class RegionGraph:
                 args, kwargs = map_arg((node.args, node.kwargs), copied)
                 name = f"{node.op}_{len(env)}"
                 env[node] = self.graph.create_node(node.op, node.target, args, kwargs, name=name)
-                env[node].meta = {wish: node.meta[wish] for wish in _WISHES if wish in node.meta}
+                env[node].meta = {hint: node.meta[hint] for hint in _HINTS if hint in node.meta}
             return env[node]
 
         for node in region.nodes:
@@ -80,7 +80,7 @@ class RegionGraph:
         self.graph.lint()
 
     def _described(self) -> Iterator[Any]:
-        """Yield what a lowering depends on, for each input."""
+        """Yield, for each input, the properties on which a lowering depends."""
         canonical = {symbol: sympy.Symbol(f"s{number}", integer=True) for number, symbol in enumerate(self.symbols)}
         same: dict[int, int] = {}
         memories: dict[int, int] = {}
@@ -104,12 +104,12 @@ class RegionGraph:
             )
 
     def _real(self, node: torch.fx.Node) -> torch.Tensor | None:
-        """Return the tensor from outside that is the input now, if its sizes are plain numbers."""
+        """Return the real tensor of an input, if its class, or autograd, requires more than the metadata and its sizes are plain."""
         value = attribute_at(self._plan.module, str(node.target)) if node.op == "get_attr" else self._actual.get(node)
         if not isinstance(value, torch.Tensor):
             return None
         if type(value) is torch.Tensor and not (torch.is_grad_enabled() and (value.requires_grad or value._is_view())):
-            return None  # it is like any value that another region hands over
+            return None  # equal to a computed tensor with the same metadata
         like = self.like(node)
         plain = all(isinstance(number, int) for number in like.numbers())
         return value if plain and like.requires_grad == value.requires_grad else None
@@ -141,7 +141,7 @@ class RegionGraph:
             else:
                 extent = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
                 memory = torch.empty(offset + extent, dtype=like.dtype, device=like.device)
-                with torch._C._AutoDispatchBelowADInplaceOrView():  # to autograd it is a tensor of its own
+                with torch._C._AutoDispatchBelowADInplaceOrView():  # so that autograd does not see a view
                     fake = memory.as_strided(size, stride, offset)
             if not like.requires_grad:
                 return fake
@@ -149,21 +149,21 @@ class RegionGraph:
             return wanting_grad(fake, isinstance(given, torch.Tensor) and given.is_leaf)
 
 
-class _Same:
-    """Compares an object by identity, and keeps it alive, so that no other object gets its ``id``."""
+class _Identity:
+    """Compares an object by identity, and keeps it alive, so that no other object can get its ``id``."""
 
     def __init__(self, thing: Any) -> None:
         self._thing = thing
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self._thing is other._thing
+        return isinstance(other, _Identity) and self._thing is other._thing
 
     def __hash__(self) -> int:
         return id(self._thing)
 
 
 def _encode(graph: torch.fx.Graph, root: torch.nn.Module) -> tuple[Any, ...]:
-    """Return a graph as a value that is equal for graphs that do the same."""
+    """Return a hashable encoding of a graph, equal for graphs with the same operations on the same constants."""
     number: dict[torch.fx.Node, int] = {}
 
     def encoded(item: Any) -> Any:
@@ -176,10 +176,10 @@ def _encode(graph: torch.fx.Graph, root: torch.nn.Module) -> tuple[Any, ...]:
         if isinstance(item, slice):
             return "slice", encoded(item.start), encoded(item.stop), encoded(item.step)
         if isinstance(item, (float, complex)):
-            return type(item), repr(item)  # -0.0 differs from 0.0, and a nan equals itself
+            return type(item), repr(item)  # so that -0.0 differs from 0.0, and nan equals nan
         if isinstance(item, _COMPARABLE):
             return type(item), item
-        return _Same(item)
+        return _Identity(item)
 
     nodes = []
     for node in graph.nodes:
@@ -189,9 +189,9 @@ def _encode(graph: torch.fx.Graph, root: torch.nn.Module) -> tuple[Any, ...]:
             target = None
         elif node.op == "get_attr":
             found = attribute_at(root, str(target))
-            target = _encode(found.graph, found) if isinstance(found, torch.fx.GraphModule) else _Same(found)
+            target = _encode(found.graph, found) if isinstance(found, torch.fx.GraphModule) else _Identity(found)
         elif not isinstance(target, str):
-            target = _Same(target)
-        wishes = tuple((wish, repr(node.meta[wish])) for wish in _WISHES[:2] if wish in node.meta)
-        nodes.append((node.op, target, encoded(node.args), encoded(node.kwargs), wishes))
+            target = _Identity(target)
+        hints = tuple((hint, repr(node.meta[hint])) for hint in _HINTS[:2] if hint in node.meta)
+        nodes.append((node.op, target, encoded(node.args), encoded(node.kwargs), hints))
     return tuple(nodes)

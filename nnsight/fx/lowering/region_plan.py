@@ -1,18 +1,19 @@
-"""Region planning: where a graph may be cut into regions.
+"""Region planning: the places at which a graph may be cut into regions.
 
-A lowered graph keeps the order of its own effects only, so no border may separate an effect from a later read that sees it. The plan runs
-the graph once on fakes to see which nodes share memory and which write to it (the version of a tensor counts its writes). Stretches are
-merged until
+The borders of repeated modules divide a graph into *stretches*. Modules are repeated if siblings (children of one module, or several calls
+of one) have the same sequence of operations in the graph; taps mark the start and the end of each. Every node has the number of its
+stretch: before the first repeated module, in it, between two, and so on. Copies of a node keep the number in ``meta``, so a spliced graph
+has its stretches.
+
+Not every border is safe: a lowered graph keeps only the order of its own effects, so no border may separate an effect from a later read of
+it. The plan runs the graph once on fakes to find the nodes that share memory or write to it (the version of a tensor counts its writes).
+A region consists of one or more stretches, which are merged until
 
 * every value that crosses a border is a tensor, or a size that both regions can compute;
 * no region writes to memory that an earlier one has computed;
-* no region uses a view that an earlier one has made of an input, once a region in between has written to that input. Where gradients are
-  computed, no region writes to an input that an earlier one has used, because autograd may have kept it;
-* grad mode and other modes are at a border as they were at the start.
-
-Where a graph may be cut at all, repeated modules say. Modules are repeated if siblings (children of one module, or several calls of one)
-have the same sequence of operations in the graph; taps mark where each begins and ends. Every node gets the number of its stretch: before
-the first repeated module, in it, between two, and so on. Copies of a node keep the number (``meta``), so a spliced graph has its stretches.
+* no region uses an earlier region's view of an input after a region in between has written to that input. If gradients are enabled,
+  no region writes to an input that an earlier one has used, because autograd may have saved it;
+* the modes at each border, such as grad mode, are those at the start.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from ..capturing.graph import CapturedGraph
 from ..effects import overloads_of
 from .lowering import Prepared
 
-#: The key in ``node.meta`` of the number of its stretch.
+#: The key in ``node.meta`` of the number of the stretch.
 STRETCH = "nnsight_stretch"
 
-#: Modules of fewer operations are not worth a call of their own.
+#: Fewest operations of a repeated module. Smaller modules are not worth a call of their own.
 _FEWEST_OPERATIONS = 4
 
 
 class _Call(NamedTuple):
-    """A module's call: its parent's path, and the numbers of the first node and of the one behind the last."""
+    """A call of a module: the path of its parent, the number of its first node, and of the first node after it."""
 
     parent: str
     start: int
@@ -52,7 +53,7 @@ class _Call(NamedTuple):
 
 
 def mark_stretches(graph: CapturedGraph) -> None:
-    """Number the stretches of ``graph`` between the borders of repeated modules; without those, nothing is marked."""
+    """Number the stretches of ``graph`` between the borders of repeated modules, if it has any."""
     borders = sorted({border for call in _repeated(graph) for border in (call.start, call.stop)})
     if not borders:
         return
@@ -64,14 +65,14 @@ def mark_stretches(graph: CapturedGraph) -> None:
 
 
 def copy_stretches(source: torch.fx.Graph, target: torch.fx.Graph) -> None:
-    """Number the stretches of ``target`` as those of ``source``, which has the same nodes."""
+    """Copy the numbers of the stretches from ``source`` to ``target``, which has the same nodes."""
     for old, new in zip(source.nodes, target.nodes, strict=True):
         if STRETCH in old.meta:
             new.meta[STRETCH] = old.meta[STRETCH]
 
 
 def _repeated(graph: CapturedGraph) -> list[_Call]:
-    """Return calls of repeated modules that do not overlap, those that save most first."""
+    """Return calls of repeated modules that do not overlap, with the groups first that save the most operations."""
     groups: dict[Any, list[_Call]] = defaultdict(list)
     operations = [_operation(graph, node) for node in graph.nodes]
     for call in _calls(graph):
@@ -88,7 +89,7 @@ def _repeated(graph: CapturedGraph) -> list[_Call]:
 
 
 def _operation(graph: CapturedGraph, node: torch.fx.Node) -> Any:
-    """Return what a node does, for comparison; ``None`` if it does nothing."""
+    """Return the operation of a node, for comparison; ``None`` if it computes nothing."""
     passive = node in graph.tap_number or node in graph.tapped or node in graph.identities
     return None if passive or node.op in ("placeholder", "output") else (node.op, node.target)
 
@@ -110,10 +111,10 @@ def _calls(graph: CapturedGraph) -> list[_Call]:
     return calls
 
 
-#: Results that each region computes for itself.
+#: Types of sizes, which each region computes for itself.
 _SIZES = (torch.SymInt, torch.SymFloat, torch.SymBool, torch.Size, int, float, bool)
 
-#: Methods of tensors that return them, and modules whose functions compute them from other sizes.
+#: Methods of tensors that return sizes, and modules whose functions compute sizes from other sizes.
 _SIZE_METHODS = frozenset({"size", "stride", "dim", "numel", "storage_offset"})
 _SIZE_MODULES = frozenset({"_operator", "math", "builtins", "torch"})
 
@@ -124,8 +125,8 @@ class Region:
 
     Attributes:
         first: Number of its first stretch.
-        inputs: Nodes outside whose values it takes, in order of use.
-        outputs: Its nodes whose values are used outside, in order.
+        inputs: Nodes outside the region whose values it uses, in order of use.
+        outputs: Its nodes whose values are used outside the region, in order.
     """
 
     first: int
@@ -135,7 +136,7 @@ class Region:
 
 
 class Like(NamedTuple):
-    """The metadata of a tensor that a lowering depends on."""
+    """The metadata of a tensor on which a lowering depends."""
 
     size: tuple[Any, ...]
     stride: tuple[Any, ...]
@@ -150,18 +151,18 @@ class Like(NamedTuple):
         return Like(size, stride, offset, tensor.dtype, tensor.device, tensor.requires_grad)
 
     def numbers(self) -> tuple[Any, ...]:
-        """The numbers that may be symbolic."""
+        """Return the entries that may be symbolic."""
         return (*self.size, *self.stride, self.offset)
 
 
 class Plan:
-    """Decides where to cut, from a run on fakes.
+    """Decides where to cut a graph, from a run on fakes.
 
     Attributes:
-        values: The result of each node.
-        likes: The metadata of a tensor when a stretch first used it.
-        stretch: Number of the stretch of each node, growing in graph order.
-        written: The arguments to which a call writes, for calls that do.
+        values: The result of each node on fakes.
+        likes: For each tensor and each stretch that uses it, the metadata at the first use.
+        stretch: Number of the stretch of each node. It never decreases in graph order.
+        written: For each call that writes to arguments, those arguments.
     """
 
     def __init__(self, prepared: Prepared) -> None:
@@ -171,7 +172,7 @@ class Plan:
         self.likes: dict[torch.fx.Node, dict[int, Like]] = defaultdict(dict)
         self.stretch: dict[torch.fx.Node, int] = {}
         self.written: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-        # For each memory: the inputs that hold it, the nodes that compute it, the stretches that use it, and those that write to it.
+        # For each storage: the inputs in it, the nodes that compute it, the stretches that use it, and those that write to it.
         self._outside: dict[int, list[torch.fx.Node]] = defaultdict(list)
         self._computed: dict[int, list[torch.fx.Node]] = defaultdict(list)
         self._uses: dict[int, set[int]] = defaultdict(set)
@@ -184,7 +185,7 @@ class Plan:
         with prepared.symbols.mode, enable_python_dispatcher(), unseen(subclasses), grad:
             try:
                 self._run()
-            finally:  # a run that has failed inside of a `vmap` of the model is still in it
+            finally:  # a run that fails inside a `vmap` of the model does not leave it
                 layers.pop_dynamic_layer_stack_and_undo_to_depth(depth)
 
     # -- the run on fakes ----------------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ class Plan:
     def _run(self) -> None:
         fakes = iter(self.prepared.fakes)
         state = thread_state()
-        # Calls of the block before the first captured node belong to the stretch of that node.
+        # Nodes of the block before the first captured node belong to the stretch of that node.
         last = next((node.meta[STRETCH] for node in self.module.graph.nodes if STRETCH in node.meta), 0)
         for node in self.module.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
@@ -225,7 +226,7 @@ class Plan:
         elif node.op == "call_method":
             result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
         else:
-            raise NotImplementedError(f"a node of kind {node.op}")
+            raise NotImplementedError(f"the graph has a node of kind `{node.op}`")
         writes_all = _writes_unseen(node.target)
         for (source, tensor), version in zip(given, versions, strict=True):
             if writes_all or tensor._version != version:
@@ -235,7 +236,7 @@ class Plan:
             self._computed[memory_of(tensor)].append(node)
         self.values[node] = result
 
-    # -- where to cut --------------------------------------------------------------------------------------------------
+    # -- the places of cuts --------------------------------------------------------------------------------------------
 
     def regions(self) -> list[Region]:
         """Return the regions in order."""
@@ -260,7 +261,7 @@ class Plan:
         return found
 
     def _needed(self, node: torch.fx.Node, region: Region) -> Iterator[torch.fx.Node]:
-        """Yield the values from outside of ``region`` that ``node`` needs."""
+        """Yield the nodes outside ``region`` whose values ``node`` needs, through sizes that the region computes itself."""
         for source in node.all_input_nodes:
             if source.op == "placeholder" or (source.op == "get_attr" and self.is_tensor(source)):
                 yield source
@@ -271,14 +272,14 @@ class Plan:
                     yield source
 
     def memory(self, node: torch.fx.Node) -> int | None:
-        """Return the same for nodes whose tensors share memory."""
+        """Return the identity of the memory of a node's tensor, ``None`` for other values."""
         value = self.values.get(node)
         return memory_of(value) if isinstance(value, torch.Tensor) else None
 
     def copies_for_backward(self) -> list[tuple[torch.fx.Node, torch.fx.Node]]:
-        """Return calls, each with an argument whose values at the call a backward pass may need.
+        """Return pairs of a call and an argument that must be copied, because the backward pass may need its values at the call.
 
-        The argument is in memory of an input, and the graph writes to it: later, or in this call, with a gradient.
+        The argument is in the memory of an input. The graph overwrites it in a later call or, if it requires a gradient, in this call.
         """
         found: list[tuple[torch.fx.Node, torch.fx.Node]] = []
         waiting: dict[int | None, list[tuple[torch.fx.Node, torch.fx.Node]]] = defaultdict(list)
@@ -286,19 +287,19 @@ class Plan:
             written = self.written.get(node, [])
             for source in written:
                 found += waiting.pop(self.memory(source), [])
-            if len(written) == 1 and self.memory(written[0]) in self._outside and self._ends_as(node, written[0]):
+            if len(written) == 1 and self.memory(written[0]) in self._outside and self._is_tracked_edit(node, written[0]):
                 found.append((node, written[0]))
             if not (written or _tensors(self.values.get(node))):
-                continue  # a size, or the end
-            unused = {self.memory(source) for source in written} or {self.memory(node)}  # a view reads no values
+                continue  # a size, or the output node
+            unused = {self.memory(source) for source in written} or {self.memory(node)}  # a view does not read values
             for source in node.all_input_nodes:
                 memory = self.memory(source)
                 if memory in self._outside and memory not in unused:
                     waiting[memory].append((node, source))
         return found
 
-    def _ends_as(self, node: torch.fx.Node, source: torch.fx.Node) -> bool:
-        """Whether ``node`` changes the values of ``source`` and nothing else, so that autograd follows."""
+    def _is_tracked_edit(self, node: torch.fx.Node, source: torch.fx.Node) -> bool:
+        """Whether ``node`` only edits ``source``, which requires a gradient, so that autograd tracks the edit."""
         value, result = self.values[source], self.values[node]
         is_plain = not _writes_unseen(node.target) and (result is None or result is value)
         return is_plain and isinstance(value, torch.Tensor) and value.requires_grad
@@ -316,7 +317,7 @@ class Plan:
         return node.target is getattr or (of_sizes and getattr(node.target, "__module__", None) in _SIZE_MODULES)
 
     def _ends(self) -> set[int]:
-        """Return the stretches behind which the graph is cut."""
+        """Return the stretches after which the graph is cut."""
         merged = list(self._merged)
         for node in [node for node in self.stretch if node.op != "output"]:
             users = [self.stretch[user] for user in node.users if user.op != "output"]
@@ -328,7 +329,7 @@ class Plan:
                 merged.append((min(self.stretch[node] for node in self._computed[memory]), last))
                 continue
             if len({id(self.values[node]) for node in self._outside[memory]}) > 1:
-                raise ValueError("a graph writes to memory that it gets twice")
+                raise ValueError("the graph writes to memory that two of its inputs share")
             if torch.is_grad_enabled():
                 merged.append((min(self._uses[memory]), last))
             merged += [(self.stretch[node], last) for node in self._computed[memory] if self._is_used_later(node)]
@@ -344,7 +345,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """Return the same for tensors that share memory; inside ``vmap``, the memory of the tensors whose rows they are."""
+    """Return an identity of the memory of a tensor. Inside ``vmap``, it is the memory of the batched tensor."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.untyped_storage()._cdata
@@ -356,12 +357,12 @@ def attribute_at(root: torch.nn.Module, path: str) -> Any:
 
 
 def _crosses(value: Any) -> bool:
-    """Whether one region can hand ``value`` to another."""
+    """Whether ``value`` can cross a border: a plain strided tensor."""
     return type(value) is FakeTensor and value.layout is torch.strided and not value.is_conj() and not value.is_neg()
 
 
 def _writes_unseen(target: Any) -> bool:
-    """Whether a function may write to its arguments without counting up their versions."""
+    """Whether a function may write to its arguments without incrementing their versions."""
     if isinstance(target, torch._ops.HigherOrderOperator):
         return "mutation" in target.name() or "auto_functionalized" in target.name()
     return any(overload._schema.is_mutable for overload in overloads_of(target))

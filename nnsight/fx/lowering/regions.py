@@ -1,12 +1,12 @@
 """Regional lowering: equal parts of a graph are lowered once.
 
-Compiling a whole model takes long, and most of it is one layer repeated. So a spliced graph is cut at the borders of repeated modules
-(:mod:`~nnsight.fx.lowering.region_plan`) into *regions*, as far as its effects allow (:mod:`~nnsight.fx.lowering.region_plan`). Equal
-regions (:mod:`~nnsight.fx.lowering.region_graph`) are lowered once and called with their own parameters, which are inputs of captured
+Compiling a whole model takes long, and most of a model is one layer repeated. So a spliced graph is cut into *regions* at the borders of
+repeated modules, as far as its effects allow (:mod:`~nnsight.fx.lowering.region_plan`). Equal regions
+(:mod:`~nnsight.fx.lowering.region_graph`) are lowered once, and each is called with its own parameters, which are inputs of captured
 graphs. A new edit lowers only the regions that it changes.
 
-A generated function calls the regions one after the other. It calls the generated code of each without what is around it
-(:mod:`~nnsight.fx.lowering.lowering`), and drops each value with its last use, so that its memory is free within the call.
+A generated Python function calls the regions one after the other. It calls the code of each region without the backend's wrappers, where
+they have no effect (:mod:`~nnsight.fx.lowering.lowering`), and drops each value at its last use, so that its memory is free.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ logger = logging.getLogger("nnsight.fx")
 
 
 class KnownRegions:
-    """Regions that have been lowered, for any graph of a model."""
+    """The lowered regions of a model, shared by all its graphs."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._lowered: dict[Any, list[Lowered]] = defaultdict(list)
 
     def find(self, graph: RegionGraph) -> Lowered | None:
-        """Return a lowering of an equal region that is valid for the sizes of this one."""
+        """Return the lowering of an equal region that is valid for the sizes of ``graph``; ``None`` if there is none."""
         return next((known for known in self._lowered.get(graph.key, ()) if known.accepts(graph.binding)), None)
 
     def add(self, graph: RegionGraph, lowered: Lowered) -> None:
@@ -49,12 +49,12 @@ class KnownRegions:
 def lower_in_regions(
     prepared: Prepared, inputs: Sequence[Any], binding: tuple[int | float, ...], backend: BackendCallable, known: KnownRegions
 ) -> Lowered | None:
-    """Lower a graph region by region, or return ``None`` if it has no borders of repeated modules.
+    """Lower a graph region by region; return ``None`` if it has no borders of repeated modules, or cannot be planned.
 
-    A piece between two cuts may be a single region, equal to that of another layer. The graph is left as it is.
+    A piece between two cuts may be a single region, equal to the region of another layer. The graph itself is not changed.
     """
     if any(isinstance(number, torch.SymFloat) for number in prepared.symbols.numbers):
-        return None  # no border may separate a float from the tensor that holds it
+        return None  # a float is the item of a tensor, and no border may separate the two
     graph = prepared.graph_module.graph
     if not any(STRETCH in node.meta for node in graph.nodes):
         return None
@@ -62,7 +62,7 @@ def lower_in_regions(
     try:
         plan = Plan(prepared)
         graphs = [RegionGraph(plan, region, actual, binding) for region in plan.regions()]
-    except Exception as error:  # an operation that fakes cannot run, say; the whole graph can always be lowered
+    except Exception as error:  # for example an operation that fakes cannot run; the caller lowers the whole graph
         logger.info("not cut into regions: %s: %s", type(error).__name__, str(error).strip().split("\n", 1)[0])
         logger.debug("planning of regions failed", exc_info=True)
         return None
@@ -88,7 +88,7 @@ def lower_in_regions(
 
 
 def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct]) -> Callable[..., Any]:
-    """Return a function that calls the regions one after the other, and drops what no later one needs."""
+    """Return a generated function that calls the regions one after the other, and drops each value after its last use."""
     nodes = list(plan.module.graph.nodes)
     names = {node: f"v{number}" for number, node in enumerate(nodes)}
     scope: dict[str, Any] = {f"region_{number}": call for number, call in enumerate(calls)}
@@ -129,7 +129,7 @@ def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct]
 
 
 def _names_of_sizes(plan: Plan, names: dict[torch.fx.Node, str]) -> dict[Any, str]:
-    """Return source for each symbol that is a size of an input of the graph."""
+    """Return, for each symbol that is a size of an input of the graph, the source that reads it."""
     found: dict[Any, str] = {}
     for node in plan.module.graph.nodes:
         value = plan.values.get(node) if node.op == "placeholder" else None
@@ -144,9 +144,9 @@ def _names_of_sizes(plan: Plan, names: dict[torch.fx.Node, str]) -> dict[Any, st
 def _as_planned(
     plan: Plan, graph: RegionGraph, node: torch.fx.Node, names: dict[torch.fx.Node, str], sizes: dict[Any, str]
 ) -> str:
-    """Return source for an input of a region, with the strides that the region was lowered for."""
+    """Return the source of an input of a region, copied if it has other strides than those for which the region was lowered."""
     name = names[node]
-    if node not in plan.stretch or not plan.is_tensor(node):  # an input of the graph has the strides of its fake
+    if node not in plan.stretch or not plan.is_tensor(node):  # inputs of the graph have the strides of their fakes
         return name
     like = graph.like(node)
     if is_contiguous(like.size, like.stride):

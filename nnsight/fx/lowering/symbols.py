@@ -1,12 +1,12 @@
-"""The symbols of one lowering, what a backend assumes about them, and the strides of tensors that one lowered graph hands to another.
+"""The symbols of one lowering, with a backend's assumptions about them, and the strides of tensors between two lowered graphs.
 
-The symbols are new ones, with the present sizes and numbers as hints. A lowering is made for inputs of certain strides, and generated code
-relies on them. The fakes of a plan have the strides of eager operations, but a backend may return others: Inductor drops
+Each lowering has new symbols, with the present sizes and numbers as hints. It is made for inputs with certain strides, and generated code
+relies on them. The fakes of a plan have the strides of eager operations, but a lowered graph may return other strides: Inductor drops
 ``torch.cat([empty, keys])`` and returns ``keys``, a view of a fused projection.
 
-* Between regions, a tensor with other strides than the next region was lowered for is copied (:func:`with_strides`). Few are.
-* Behind a cut, the rest of the graph is lowered for the strides that its inputs have. Where sizes are symbolic, so are the
-  strides: a *layout* says how strides follow from sizes, and a lowering serves all inputs of one layout.
+* Between regions, a tensor is copied if its strides are not those for which the next region was lowered (:func:`with_strides`). Few are.
+* After a cut, the rest of the graph is lowered for the strides that its inputs have. If sizes are symbolic, strides are symbolic, too: a
+  *layout* tells how strides follow from sizes, and a lowering serves all inputs with the same layout.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.utils._sympy.printers import PythonPrinter
 from ..block_events import Declare, Number, Symbol
 from ..torch_compat import ConstantSource
 
-#: For each dimension, innermost first: its number, and its stride as a multiple of that of a tensor without gaps. Dimensions of size one
-#: come last, because their strides are never used.
+#: For each dimension, innermost first: its number, and its stride divided by the stride that it would have without a gap. Dimensions of
+#: size one come last, because their strides are never used.
 Layout = tuple[tuple[int, int], ...]
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:
-    """Return how the strides of ``tensor`` follow from its sizes; ``None`` if they overlap or leave gaps that are no multiple."""
+    """Return the layout of ``tensor``; ``None`` if a stride is no multiple of the stride without a gap, as for overlapping elements."""
     sizes, strides = tensor.shape, tensor.stride()
     found: list[tuple[int, int]] = []
     dense = 1
@@ -43,7 +43,7 @@ def layout_of(tensor: torch.Tensor) -> Layout | None:
 
 
 def strides_in(layout: Layout, sizes: Sequence[Any]) -> list[Any]:
-    """Return the strides that a tensor of these sizes, symbolic or not, has in a layout."""
+    """Return the strides of a tensor with this layout and these sizes, symbolic or not."""
     strides: list[Any] = [0] * len(sizes)
     dense: Any = 1
     for dim, gap in layout:
@@ -54,19 +54,19 @@ def strides_in(layout: Layout, sizes: Sequence[Any]) -> list[Any]:
 
 
 def are_equal(sizes: Sequence[int], strides: Sequence[int], others: Sequence[int]) -> bool:
-    """Whether two sets of strides put the elements of a tensor of these sizes at the same places."""
+    """Whether a tensor of these sizes has its elements at the same places with either of two sets of strides."""
     return all(one == other or size == 1 for size, one, other in zip(sizes, strides, others, strict=True))
 
 
 def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return ``tensor``, or a copy of it that has these strides; gradients flow through the copy."""
+    """Return ``tensor`` if it has these strides, else a copy that has them; gradients flow through the copy."""
     if tensor.stride() == strides or are_equal(tensor.shape, tensor.stride(), strides):
         return tensor
     return copied(tensor, strides)
 
 
 def copied(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Return a copy with these strides. Along a dimension of stride 0 there is one element, and gradients are those of a copy of all."""
+    """Return a copy with these strides. A dimension of stride 0 is copied as one element and expanded; gradients flow through it."""
     shape = tensor.shape
     for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
         if stride == 0 and size > 1:
@@ -76,12 +76,12 @@ def copied(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
 
 
 def now(number: int | torch.SymInt) -> int:
-    """Return the present value of a size, without assuming that it stays so."""
+    """Return the present value of a size without adding a guard on it."""
     return int(number.node.hint) if isinstance(number, torch.SymInt) else number
 
 
 def is_contiguous(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
-    """Whether strides, symbolic or not, are those of a contiguous tensor, for all values of the symbols."""
+    """Whether the strides are those of a contiguous tensor for all values of the symbols in them."""
     expected: Any = 1
     for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
         if expression(size) == 1:
@@ -93,43 +93,43 @@ def is_contiguous(sizes: Sequence[Any], strides: Sequence[Any]) -> bool:
 
 
 def expression(number: Any) -> Any:
-    """Return a size as a SymPy expression."""
+    """Return a size, symbolic or not, as a SymPy expression."""
     return number.node.expr if isinstance(number, torch.SymInt) else sympy.Integer(number)
 
 
 def as_python(number: Any, names: dict[Any, str]) -> str:
-    """Return source that computes a symbolic size from the source in ``names`` for each symbol; raise ``LookupError`` if one is missing."""
+    """Return Python source for a symbolic size; ``names`` has the source for each symbol. Raises ``LookupError`` if a symbol is missing."""
     found = expression(number)
     missing = found.free_symbols - names.keys()
     if missing:
-        raise LookupError(f"no input tells the size {sorted(map(str, missing))[0]}")
+        raise LookupError(f"the size {sorted(map(str, missing))[0]} does not follow from the sizes of the inputs")
     return str(PythonPrinter().doprint(found.xreplace({symbol: sympy.Symbol(names[symbol]) for symbol in found.free_symbols})))
 
 
 def wanting_grad(fake: Any, is_leaf: bool) -> torch.Tensor:
-    """Let autograd follow ``fake``. A leaf may not be edited in place, the result of an operation may be."""
+    """Make ``fake`` require a gradient, either as a leaf, which must not be edited in place, or as the result of an operation."""
     if is_leaf:
         return fake.requires_grad_()
-    with fake.fake_mode, torch.enable_grad():  # in place, because a copy has strides of its own
+    with fake.fake_mode, torch.enable_grad():  # in place, because a new tensor may have other strides
         seed = torch.zeros((), dtype=fake.dtype, device=fake.device, requires_grad=True)
         return fake.copy_(seed)
 
 
 class Symbols:
-    """Symbolic sizes for one lowering, in a shape environment of their own.
+    """Symbolic sizes and numbers for one lowering, in a shape environment of their own.
 
     Args:
         names: The symbols of the captured graph.
-        binding: The size each of them has now, then the numbers of the program.
+        binding: The present size of each of them, then the numbers of the program.
         free: Those of ``names`` about which nothing may be assumed, not even that they are positive.
-        fixed: Kinds of numbers that are constants.
+        fixed: Types of numbers that are constants.
 
     Attributes:
-        environment: The shape environment, which notes what is assumed about the symbols.
+        environment: The shape environment, which records the backend's assumptions about the symbols as guards.
         mode: Mode of the fakes of this lowering.
-        fresh: A symbolic number for each of ``names``.
+        fresh: A new symbolic size for each of ``names``.
         numbers: The numbers of the program, symbolic or fixed.
-        symbols: The symbols of all these.
+        symbols: The symbols of the sizes, then of the numbers.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class Symbols:
         self.fresh: dict[Any, Any] = {}
         for number, (name, size) in enumerate(zip(names, binding, strict=False)):
             source = ConstantSource(f"size_{number}")
-            # Sizes of 0 and 1 are no symbols. Numbers that the model is called with may be 0 or 1, and are symbols.
+            # A symbol with the value 0 or 1 is a number argument of the model, because dynamo specializes on sizes of 0 and 1.
             is_number = name in free or size in (0, 1)
             create = self.environment.create_unspecified_symbol if is_number else self.environment.create_symbol
             self.fresh[name] = self.environment.create_symintnode(
                 create(size, source, DimDynamic.DYNAMIC), hint=size, source=source
             )
         self.numbers: list[Any] = []
-        self.assumed: list[Any] = []
+        self.assumed: list[Any] = []  # assumptions that the environment does not record
         symbols = [number.node.expr for number in self.fresh.values()]
         for position, value in enumerate(binding[len(names) :]):
             if type(value) in fixed:
@@ -165,11 +165,11 @@ class Symbols:
         self.symbols = tuple(symbols)
 
     def as_now(self) -> list[Any]:
-        """Return the assumption that sizes and numbers are always those of now."""
+        """Return the assumption that all sizes and numbers have their present values."""
         return [sympy.Eq(symbol, value) for symbol, value in zip(self.symbols, self._binding, strict=True)]
 
     def _number(self, index: int, value: int | float) -> Any:
-        """Return a symbolic number about which nothing is assumed."""
+        """Return a new symbolic number without assumptions."""
         source = ConstantSource(f"number_{index}")
         symbol = self.environment.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
         if isinstance(value, int):
@@ -177,7 +177,7 @@ class Symbols:
         return self.environment.create_symfloatnode(symbol, hint=value, source=source)
 
     def conditions(self) -> tuple[Any, ...]:
-        """Return what has been assumed so far, as expressions over ``symbols``."""
+        """Return all assumptions so far, as expressions over ``symbols``."""
         conditions = [*self.assumed, *(self._over_symbols(guard.expr) for guard in self.environment.guards)]
         for symbol in self.symbols:
             replaced = self.environment.replacements.get(symbol)
@@ -186,16 +186,16 @@ class Symbols:
         return tuple(conditions)
 
     def _over_symbols(self, assumed: Any) -> Any:
-        """Return an assumption over ``symbols`` alone; a backend also makes symbols for numbers that it finds equal or divides."""
+        """Return an assumption in terms of ``symbols`` only. A backend also makes symbols of its own, for equal or divided numbers."""
         others = assumed.free_symbols.difference(self.symbols)
         known = {symbol: self.environment.replacements[symbol] for symbol in others if symbol in self.environment.replacements}
         found = assumed.xreplace(known)
         if found.free_symbols.issubset(self.symbols):
             return found
-        return sympy.And(*self.as_now())  # of the others only their present values are known
+        return sympy.And(*self.as_now())  # the assumption is only known to hold for the present values
 
     def fake(self, example: Any, actual: Any) -> Any:
-        """Return a fake of ``actual`` whose symbolic sizes are those of ``example``, over the fresh symbols."""
+        """Return a fake of ``actual`` with the symbolic sizes of ``example``, in terms of the fresh symbols."""
         if not isinstance(actual, torch.Tensor):
             return self.renewed(example) if isinstance(example, torch.SymInt) else actual
         numbers = (*example.shape, *example.stride()) if isinstance(example, torch.Tensor) else ()
@@ -211,7 +211,7 @@ class Symbols:
         return self.fake_like(actual, size, stride)
 
     def _declared(self, size: Any) -> Any:
-        """Return a size, or a stride, of the declaration of an external."""
+        """Return the symbolic or plain number for a size or a stride in the declaration of an external."""
         if isinstance(size, Symbol):
             return list(self.fresh.values())[size.position]
         return self.numbers[size.index] if isinstance(size, Number) else size
@@ -226,7 +226,7 @@ class Symbols:
                 return number
             fake: Any = self.mode.from_tensor(actual, static_shapes=True)
             if isinstance(number, torch.SymFloat):
-                fake.item_memo = number  # what `item` of the fake returns
+                fake.item_memo = number  # makes `item` of the fake return the symbolic number
             return fake
         declared = () if declaration is None else (*declaration.shape, *(declaration.stride or ()))
         if declaration is not None and any(isinstance(size, (Symbol, Number)) for size in declared):
@@ -236,7 +236,7 @@ class Symbols:
         return self.fake(node.meta.get("example_value"), actual)
 
     def fake_like(self, actual: torch.Tensor, size: list[Any], stride: list[Any] | None) -> torch.Tensor:
-        """Return a fake of ``actual`` with the given sizes; contiguous without ``stride``."""
+        """Return a fake of ``actual`` with the given sizes and strides; without ``stride``, it is contiguous."""
         with self.mode, torch.no_grad():
             if stride is None:
                 fake = torch.empty(size, dtype=actual.dtype, device=actual.device)
@@ -249,7 +249,7 @@ class Symbols:
         if not isinstance(number, torch.SymInt):
             return number
         expression = number.node.expr
-        if expression.is_number:  # dynamo found out while tracing that the size is fixed
+        if expression.is_number:  # dynamo has specialized the size while tracing
             return int(expression)
         if expression.is_symbol:
             return self.fresh[expression]

@@ -1,12 +1,11 @@
 """Variants: the compiled form of one program in one captured graph.
 
-A recording finds its variant by following the tree of programs, so the lookup costs nothing beyond the steps of the block itself. A variant
-holds the spliced graph, one lowering for each set of sizes that a backend does not treat alike, and the plan that says which result goes
-where.
+A recording finds its variant at the end of its path through the tree of programs, so the look-up costs nothing extra. A variant has the
+spliced graph, a list of the sources of its results, and its lowerings: one for each group of sizes that the backend distinguishes.
 
-A lowering may come in two stages. The first is fast to make: regions, most of which have been lowered before
-(:mod:`~nnsight.fx.lowering.regions`), or the nodes one by one. The second is the whole graph, lowered in the background
-(:mod:`~nnsight.fx.lowering.background`) once the variant runs for the second time.
+A lowering may have two stages. The first stage is fast to make: regions, most of which have been lowered before
+(:mod:`~nnsight.fx.lowering.regions`), or the nodes one by one. The second stage is the whole graph. It is lowered in the background
+(:mod:`~nnsight.fx.lowering.background`) when the variant runs for the second time.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from .symbols import Layout, Symbols, layout_of
 
 logger = logging.getLogger("nnsight.fx")
 
-#: Why a graph runs node by node, and the remedy.
+#: Reasons why a graph runs node by node, each with the remedy.
 _SHOWS_ALL = "the block holds tensors whose gradients no compiled graph can show. Hold only those whose gradients are read."
 _FAILED = "the backend cannot lower it ({}). Another backend may, and `trace(..., compile=False)` runs the trace eagerly."
 _EDITS_LEAF = "it edits a parameter, or another leaf of autograd, in place. Edit it under `torch.no_grad()`, or edit a copy."
 
-#: How many combinations of sizes and numbers a dictionary finds the lowering for, without looking at conditions.
+#: Most combinations of sizes and numbers for which a dictionary has the lowering, so that no conditions are evaluated.
 _KEPT_BINDINGS = 1024
 
-#: How many lowerings of one program are kept. One with a number as a constant is seldom used again.
+#: Most lowerings of one program that are kept. Those with a number as a constant are seldom used again.
 _KEPT_LOWERINGS = 64
 
 
 class _Run(NamedTuple):
-    """What a lowering is for: values of symbols and numbers, the arguments, and how these lie in memory."""
+    """A run for which a lowering is needed: the values of symbols and numbers, and the arguments with their placement."""
 
     binding: tuple[int | float, ...]
     arguments: Sequence[Any]
@@ -69,12 +68,12 @@ class Variant:
     """A program spliced into a piece of a captured graph.
 
     Args:
-        piece: Where the piece begins.
+        piece: The piece of the captured graph in which the program was recorded.
         stop: Number of the first node that is left out.
         alive: Numbers of the values that become real tensors.
-        wanted: What else is needed: references, captured nodes, or constants.
-        observed: Whether autograd has to see every tensor that becomes real: it is cut behind each of them.
-        unseen: Whether the outputs of the captured graph are left out of ``wanted``, because nobody is going to see them.
+        wanted: Further results: references, captured nodes, or constants.
+        observed: Whether autograd has to see every tensor that becomes real. The graph is then cut after each of them.
+        unseen: Whether the outputs of the captured graph are left out of ``wanted``, because nobody sees them.
 
     Attributes:
         positions: Position of each alive value among the graph's results.
@@ -117,23 +116,22 @@ class Variant:
         self.take: Callable[[Sequence[Any]], Sequence[Any]] = (
             operator.itemgetter(*taken) if len(taken) > 1 else lambda inputs: [inputs[index] for index in taken]
         )
-        #: Positions of the inputs that come from the piece before. Dynamo's guards say which strides the others have.
+        #: Positions of the inputs that an earlier piece has computed. The strides of the others are known from dynamo's guards.
         self._carried = [place for place, index in enumerate(taken) if index >= len(graph.placeholders)]
         self._lowerings: list[Lowered] = []
-        # Positions on which the choice of a lowering depends, and the choice for each of their values.
+        # The positions in a binding on which the choice of a lowering depends, and the lowering for each combination of their values.
         self._known: tuple[tuple[int, ...], dict[Any, Lowered]] = ((), {})
-        self._fixed: frozenset[type] = frozenset()  # kinds of numbers that the backend takes as constants only
-        self._copies: Pass | None = None  # copies values before they are edited, for a backward pass
+        self._fixed: frozenset[type] = frozenset()  # types of numbers that the backend accepts only as constants
+        self._copies: Pass | None = None  # a pass that copies values before they are edited, if a backward pass needs it
         self._writes_to_inputs = writes_to_inputs(self.spliced.graph_module.graph)
         found = list(edits_of_inputs(self.spliced.graph_module.graph)) if self._writes_to_inputs else []
         self.edits_inputs = bool(found)
         self._edited = sorted({position for _, positions, follows in found if follows for position in positions})
-        #: What runs until the whole graph is lowered.
-        self._first_stages: dict[Any, Lowered] = {}
-        self._asked = False
+        self._first_stages: dict[Any, Lowered] = {}  # the lowerings that run until the whole graph is lowered
+        self._requested = False  # whether a job in the background lowers the whole graph
 
     def may_hide_errors(self) -> bool:
-        """Whether nothing needs the result of a call that may fail: a backend might leave out the call and its error."""
+        """Whether the result of a call that may fail is unused, so that a backend may remove the call together with its error."""
         graph = self.spliced.graph_module.graph
         needed: set[torch.fx.Node] = set()
         for node in reversed(graph.nodes):
@@ -144,13 +142,13 @@ class Variant:
         return False
 
     def placement(self, arguments: Sequence[Any]) -> Placement:
-        """Return how ``arguments`` lie in memory."""
+        """Return the placement of ``arguments``."""
         sharing = sharing_of(arguments) if self._writes_to_inputs else ()
         layouts = tuple([_layout(arguments[position]) for position in self._carried]) if self._carried else ()
         return Placement(sharing, layouts)
 
     def find(self, binding: tuple[int | float, ...], placement: Placement) -> Lowered | None:
-        """Return the final lowering for these sizes and numbers, if there is one."""
+        """Return the final lowering for these sizes and numbers; ``None`` if there is none yet."""
         restricted, by_binding = self._known
         key = (tuple(binding[position] for position in restricted), placement)
         found = by_binding.get(key)
@@ -164,18 +162,18 @@ class Variant:
         return found
 
     def still_runs(self, lowered: Lowered) -> bool:
-        """Whether :meth:`lowered_for` is sure to return ``lowered`` for the same sizes and numbers again."""
+        """Whether :meth:`lowered_for` surely returns ``lowered`` again for the same sizes and numbers."""
         return not self._writes_to_inputs and lowered in self._lowerings
 
     def lowered_for(self, binding: tuple[int | float, ...], arguments: Sequence[Any]) -> tuple[Lowered, int]:
-        """Return what runs for these sizes and numbers, and how many graphs were compiled for it now.
+        """Return the lowering for these sizes and numbers, and the number of graphs that were compiled for it by this call.
 
         Args:
             binding: Sizes of the captured graph's symbols, then the program's numbers.
-            arguments: What the graph is about to be called with.
+            arguments: The inputs with which the graph is about to be called.
         """
         if self._edited and torch.is_grad_enabled() and any(_is_of_leaf(arguments[position]) for position in self._edited):
-            return self.unlowered(_EDITS_LEAF), 0  # unlike backends, autograd raises an error where it forbids the edit
+            return self.unlowered(_EDITS_LEAF), 0  # unlike backends, autograd then raises its error if it forbids the edit
         run = _Run(binding, arguments, self.placement(arguments))
         found = self.find(binding, run.placement)
         if found is not None:
@@ -185,14 +183,14 @@ class Variant:
             return (found, 0) if found is not None else self._lower(run)
 
     def unlowered(self, uncompiled: str = "") -> Lowered:
-        """Return the spliced graph as it is: its nodes run one by one."""
+        """Return a lowering that runs the nodes of the spliced graph one by one."""
         return Lowered(self.spliced.graph_module.forward, (), (), 0, uncompiled=uncompiled)
 
     def _lower(self, run: _Run) -> tuple[Lowered, int]:
         first = self._first_stages.get(run.key)
         if first is not None:
-            if not self._asked:
-                self._asked = True
+            if not self._requested:
+                self._requested = True
                 self._lower_later(run)
             return first, 0
         made = self._between_borders(run) if self._observed else None
@@ -215,7 +213,7 @@ class Variant:
         self._first_stages.pop(run.key, None)
 
     def _prepared(self, run: _Run, rewrite: Pass | None = None, fixed: frozenset[type] = frozenset()) -> Prepared:
-        """Return a copy of the spliced graph with fakes, in which a backward pass takes nothing that has been edited by then."""
+        """Return a copy of the spliced graph with fakes. It copies the values that its backward pass needs before they are edited."""
         graph_module = self.spliced.copy()
         if self.edits_inputs and torch.is_grad_enabled() and any(map(requires_grad, run.arguments)):
             graph_module = self._with_copies(run)
@@ -226,34 +224,34 @@ class Variant:
         return prepare(graph_module, run.arguments, symbols, run.binding, *every)
 
     def _with_copies(self, run: _Run) -> torch.fx.GraphModule:
-        """Return a copy of the spliced graph that keeps copies of edited inputs for its backward pass."""
+        """Return a copy of the spliced graph that copies edited inputs for its backward pass."""
         symbols = [symbol for _, symbol in self._graph.symbols]
         graph_module, tried = self.spliced.copy(), self.spliced.copy()
         try:
             places = Plan(prepare(tried, run.arguments, symbols, run.binding, (), run.placement)).copies_for_backward()
-        except Exception as error:  # the backend runs the graph on fakes, too, and raises its own error
+        except Exception as error:  # the backend will run the graph on fakes, too, and raise its own error
             logger.debug("a graph cannot be run on fakes: %s", _summary(error))
             return graph_module
         same = dict(zip(tried.graph.nodes, graph_module.graph.nodes, strict=True))
         return copy_for_backward(graph_module, [(same[node], same[source]) for node, source in places])
 
     def _partial(self, made: Lowered | None = None) -> frozenset[int]:
-        """Return the tensors whose gradient lacks a part in the whole graph, which runs node by node without ``made``."""
+        """Return the places of tensors with incomplete gradients, in ``made`` or, without it, if the whole graph runs node by node."""
         sharing = () if made is None or made.node_by_node else made.placement.sharing
         return partial_results(self.spliced.graph_module.graph, sharing=sharing)
 
     def _between_borders(self, run: _Run) -> Lowered | None:
-        """Lower with a border behind each tensor that is handed out and used further on; return ``None`` if there is no such tensor.
+        """Lower with a gradient border after each result that the graph also uses; return ``None`` if there is no such result.
 
-        Where no border is possible, the nodes run one by one, so that autograd sees all of them.
+        If a border is not possible, the nodes run one by one, so that autograd sees each operation.
         """
         reason = _SHOWS_ALL
         try:
-            how = (run, replace_unseen_edits, frozenset({float}))  # no border may separate a float from the tensor that holds it
+            how = (run, replace_unseen_edits, frozenset({float}))  # a float is the item of a tensor, and no border may separate the two
             tried = self._prepared(*how)
             if not mark_borders(tried.graph_module, run.placement.sharing, Plan(tried)):
                 return None
-            cut = self._prepared(*how)  # one that has not run on fakes
+            cut = self._prepared(*how)  # a second copy, because the run on fakes has changed the fakes of the first
             copy_stretches(tried.graph_module.graph, cut.graph_module.graph)
         except Exception as error:
             logger.info("a graph cannot be cut for gradients: %s", _summary(error))
@@ -269,7 +267,7 @@ class Variant:
                 self._graph.each_size = False
                 logger.info("regions between borders cannot be lowered: %s", _summary(error))
                 reason = _FAILED.format(_summary(error))
-        logger.info("a graph runs node by node, because no lowering shows autograd the tensors whose gradients may be asked for")
+        logger.info("a graph runs node by node, because no lowering shows autograd the tensors whose gradients may be requested")
         symbols = Symbols([symbol for _, symbol in self._graph.symbols], run.binding).symbols
         return replace(self.unlowered(reason), symbols=symbols, placement=run.placement, node_by_node=True)
 
@@ -287,15 +285,15 @@ class Variant:
             return None
 
     def _lowers_each_size(self, error: Exception) -> bool:
-        """Give up symbolic sizes after a failure, as of Inductor for a scan over one; ``False`` if they are plain already."""
+        """Give up symbolic sizes after a failure, such as Inductor's for a scan over one. Returns ``False`` if they are plain already."""
         if self._graph.each_size or not self._graph.symbols:
             return False
-        logger.warning("The backend cannot lower a graph for all sizes, so it is asked for each size by itself: %s", _summary(error))
+        logger.warning("The backend cannot lower a graph with symbolic sizes, so each size is lowered separately: %s", _summary(error))
         self._graph.each_size = True
         return True
 
     def _needs_copies(self, error: Exception) -> bool:
-        """Whether a lowering failed because a value is edited that the backward pass needs as it was; from here on copies are edited."""
+        """Whether a lowering failed because a value is edited that the backward pass needs. If so, later lowerings edit copies."""
         if self._copies is not None or "modified by an inplace operation" not in str(error):
             return False
         logger.debug("edited values are copied: %s", _summary(error))
@@ -303,7 +301,7 @@ class Variant:
         return True
 
     def _as_a_whole(self, run: _Run) -> Lowered:
-        """Lower for all numbers of the program or, where the backend cannot, with those of now as constants."""
+        """Lower with symbolic numbers or, if the backend fails, with the present numbers as constants."""
         kinds = frozenset(type(number) for number in run.binding[len(self._graph.symbols) :])
         while True:
             try:
@@ -315,8 +313,8 @@ class Variant:
                 if kinds <= self._fixed:
                     if self._lowers_each_size(error):
                         return self._in_regions(run) or self._as_a_whole(run)
-                    self._graph.each_size = False  # what is not lowered runs with all sizes
-                    # A backend's own failure must not change what a trace computes.
+                    self._graph.each_size = False  # a graph that is not lowered runs with all sizes
+                    # A failure of the backend must not change the results of a trace.
                     logger.info("lowering failed, so this graph runs node by node: %s", _summary(error))
                     made = lower_prepared(self._prepared(run, self._copies), run_as_is)
                     return replace(made, partial=self._partial(made), uncompiled=_FAILED.format(_summary(error)))
@@ -324,7 +322,7 @@ class Variant:
                 logger.debug("numbers become constants: %s", _summary(error))
 
     def _lower_later(self, run: _Run) -> None:
-        """Have the whole graph lowered in the background. The job holds fakes only, and gives up when the variant is gone."""
+        """Lower the whole graph in the background. The job refers only to fakes, and gives up if the variant no longer exists."""
         try:
             prepared = self._prepared(run, self._copies)
         except Exception as error:
@@ -333,24 +331,24 @@ class Variant:
         background.submit(partial(_lower_in_background, weakref.ref(self), prepared, self._graph.backend, run.without_arguments()))
 
     def _take_over(self, run: _Run, result: Lowered | Exception) -> None:
-        """Use the whole graph from now on, or keep to the first stage if that failed."""
+        """Use the lowering of the whole graph from now on, or keep the first stage if ``result`` is an error."""
         with self._graph.lock:
-            self._asked = False
+            self._requested = False
             if isinstance(result, Lowered):
                 self._keep(replace(result, partial=self._partial(result)), run)
-            elif not self._lowers_each_size(result):  # otherwise the next call asks again
-                logger.warning("lowering in the background failed, so this graph stays as it is: %s", _summary(result))
+            elif not self._lowers_each_size(result):  # otherwise the next call requests it again
+                logger.warning("lowering in the background failed, so this graph keeps its first lowering: %s", _summary(result))
                 first = self._first_stages[run.key]
                 self._keep(replace(first, uncompiled="" if first.compiles else _FAILED.format(_summary(result))), run)
 
     def deliver(self, computed: Sequence[Any], inputs: Sequence[Any], externals: Sequence[Any]) -> list[Any]:
-        """Return the value of each wanted item."""
+        """Return the value of each item of ``wanted``, in order."""
         sources = (computed, inputs, externals)
         return [item if source == 3 else sources[source][item] for source, item in self._plan]
 
 
 def _layout(value: Any) -> Layout | tuple[Any, ...] | None:
-    """Return the layout of an input that another piece has computed; its strides if there is none."""
+    """Return the layout of an input that an earlier piece has computed; its sizes and strides if it has no layout."""
     if not isinstance(value, torch.Tensor):
         return None
     found = layout_of(value)
@@ -358,7 +356,7 @@ def _layout(value: Any) -> Layout | tuple[Any, ...] | None:
 
 
 def _is_of_leaf(value: Any) -> bool:
-    """Whether a tensor is a leaf for autograd that requires a gradient, or a view of one."""
+    """Whether a tensor is an autograd leaf that requires a gradient, or a view of such a leaf."""
     if not isinstance(value, torch.Tensor) or not value.requires_grad:
         return False
     base = value._base if value._is_view() else value

@@ -1,1 +1,1 @@
-"""Recording: a block runs against lazy tensors, and its torch calls become a program."""
+"""Recording: a block runs with lazy tensors, and its torch calls become a program."""

@@ -1,12 +1,12 @@
-"""What autograd knows of a tensor, asked for before the graph has run.
+"""Whether a tensor requires a gradient, before the graph has run.
 
-Fakes carry no gradients: they are shared by programs that edit them in different ways. Whether a new value requires a gradient is
-worked out when its call is recorded, and whether a value of the model does, dynamo has seen. Three things may change that: an edit in
-place, which reaches all views of the memory; a replacement at a location, behind which the model goes on with another tensor; and an
-edit by the model, because the fakes of a captured graph are as they were at its end.
+Fake tensors do not carry this flag here, because programs that edit a value in different ways share its fake. The flag of a new value
+follows from its call, when the call is recorded. The flag of a value of the model is the one that dynamo saw. Three things may change a
+flag later: an edit in place, which affects all views of the memory; a replacement at a location, because the model continues with
+another tensor; and an edit by the model, because the fakes of a captured graph have the state at the end of the graph.
 
-Behind one of these, the answer is ``None`` for each tensor that required no gradient before: not known before the graph has run. A
-block that asks for it cuts the graph.
+After such a change, the answer for a tensor without the flag is ``None``: it is not known before the graph has run. A block that asks
+for it cuts the graph.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ if TYPE_CHECKING:
     from .events import EventRecorder
     from .recording import Recording
 
-#: How the names of calls end or begin whose results require no gradient, whatever they are given.
-_APART = ("detach", "_like", "new_")
+#: Prefixes and suffixes of the names of calls whose results never require a gradient.
+_DETACHING = ("detach", "_like", "new_")
 
 
-def is_apart(name: str) -> bool:
-    """Whether the results of a call of this name require no gradient, whatever it is given."""
-    return name.endswith(_APART) or name.startswith(_APART)
+def is_detaching(name: str) -> bool:
+    """Whether the results of a call of this name require no gradient, whatever its arguments are."""
+    return name.endswith(_DETACHING) or name.startswith(_DETACHING)
 
 
-def some(answers: Iterable[bool | None]) -> bool | None:
-    """Whether one of the answers is yes, if that is known."""
+def any_of(answers: Iterable[bool | None]) -> bool | None:
+    """Return the three-valued ``any``: ``True`` if one answer is ``True``, else ``None`` if one is unknown, else ``False``."""
     found = list(answers)
     return True if True in found else None if None in found else False
 
 
 def wants_grad(recorder: EventRecorder, item: Reference | torch.Tensor) -> bool | None:
-    """Whether a tensor requires a gradient where the program is; ``None`` if that is not known."""
+    """Whether a tensor requires a gradient at the present event of the program; ``None`` if that is not known."""
     wants: bool | None
-    with torch._C.DisableTorchFunction():  # the recording is not asked what it is asking
+    with torch._C.DisableTorchFunction():  # the recording must not intercept its own reads
         if isinstance(item, ValueNumber):
             tensor, wants, is_unsure = recorder.fakes[item.index], recorder.requires_grad[item.index], recorder.gained_grad
         else:
@@ -56,18 +56,18 @@ def _is_differentiable(tensor: torch.Tensor) -> bool:
 
 
 def wanting_at(recording: Recording, node: torch.fx.Node) -> bool | None:
-    """Whether a value of the model requires a gradient at the tap where the recording stands."""
+    """Whether a value of the model requires a gradient at the current tap; ``None`` if that is not known."""
     graph, example = recording.graph, node.meta["example_value"]
     wants: bool = example.requires_grad
     if not recording.grad_enabled or not _is_differentiable(example):
         return wants
-    # At the end it did, if the model edits it; whether it did before is not known.
-    is_unsure = (wants and graph.memory.group(node) in graph.edited_groups) or _goes_on_otherwise(recording)
+    # The fake of a value that the model edits shows whether it requires a gradient at the end of the graph, not at this tap.
+    is_unsure = (wants and graph.memory.group(node) in graph.edited_groups) or _differs_from_capture(recording)
     return None if is_unsure else wants
 
 
-def _goes_on_otherwise(recording: Recording) -> bool:
-    """Whether the model has gone on with a tensor that requires a gradient where dynamo saw none, or the other way round."""
+def _differs_from_capture(recording: Recording) -> bool:
+    """Whether the model continues with a tensor whose ``requires_grad`` differs from the one that dynamo saw."""
     taps = recording.graph.taps
     replaced: list[tuple[torch.fx.Node, Any]] = [
         *((taps[number].leaves[leaf], source) for (number, leaf), source in recording.writes.items()),

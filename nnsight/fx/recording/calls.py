@@ -1,8 +1,8 @@
-"""The torch calls of a block, as events of a program.
+"""Records the torch calls of a block as events of a program.
 
-:class:`CallRecorder` is a ``TorchFunctionMode``: while it is active it sees every torch call. A call on lazy tensors is looked up
-among the events known at this state of the program; if it is new, its result is computed on fakes.
-:class:`~nnsight.fx.recording.execution.PieceRunner` adds what happens when a value is demanded.
+:class:`CallRecorder` is a ``TorchFunctionMode``: while it is active it sees every torch call. It looks up a call on lazy tensors
+among the events known at this state of the program. If the call is new, it computes the result on fake tensors. For a call that needs
+values, :class:`~nnsight.fx.recording.execution.PieceRunner` cuts the graph.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .functions import (
     as_python,
     edits_in_place,
     has_tensor,
-    is_own,
+    is_custom,
     name_of,
 )
 from .lazy import LazyTensor, become, is_filled, real_of
@@ -57,7 +57,7 @@ class CallRecorder(EventRecorder):
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch._C._are_functorch_transforms_active():  # what becomes of the call comes back as operators
+        if torch._C._are_functorch_transforms_active():  # the transform turns the call into operators, see `call_operator`
             return self.transformed(function, args, kwargs)
         if LazyTensor in types or (self.random and getattr(function, "__name__", "") in RANDOM):
             return self.call(function, args, kwargs)
@@ -65,15 +65,15 @@ class CallRecorder(EventRecorder):
         if (edits or self.used or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
             return self.call(function, args, kwargs)
         result = function(*args, **kwargs)
-        self.note_shown(function, result)
-        if self.journal is not None and self.run.current is not None:  # a block's own call, not one made for it
+        self.note_exported(function, result)
+        if self.journal is not None and self.run.current is not None:  # a block calls it, not the interleaver
             self.journal.outside(function, args, kwargs, result)
         return result
 
     def settle(self) -> None:
-        """Turn lazy tensors with a value into it, if what held on to them has gone."""
+        """Replace computed lazy tensors by their real tensors, once nothing else refers to their lazy form."""
         filled, self.filled = self.filled, []
-        with self.stacks.entered():  # torch may be tracing what the block does, and this is none of it
+        with self.stacks.entered():  # torch may be tracing the block, and must not trace the replacement
             while filled:
                 lazy = filled.pop()
                 assert lazy._real is not None
@@ -81,8 +81,8 @@ class CallRecorder(EventRecorder):
                     self.filled.append(lazy)
 
     def _with_values(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return arguments with the values of those lazy tensors that have one."""
-        if self.closed:  # it no longer knows them
+        """Return the arguments, with real tensors in place of computed lazy tensors."""
+        if self.closed:  # `close` has emptied the list `filled`
             found = {id(leaf): leaf for leaf in pytree.tree_leaves((args, kwargs)) if is_filled(leaf)}
             self.filled = list(found.values())
         self.settle()
@@ -92,30 +92,32 @@ class CallRecorder(EventRecorder):
         return known
 
     def close(self) -> None:
-        """Record nothing more, and drop references to lazy tensors, which refer to this recording."""
+        """Stop recording, and drop the references to lazy tensors: they refer to this recording, so they would form a cycle."""
         self.closed, self.filled = True, []
 
     def transformed(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call inside of ``torch.func`` or ``torch.vmap``, which take it apart."""
+        """Make a call inside ``torch.func`` or ``torch.vmap``, which decompose it into operators (:meth:`call_operator`)."""
         if self.journal is not None:
-            self.journal.spoil("a transform of torch.func")
+            self.journal.spoil("it uses a transform of torch.func")
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
     def call_operator(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an operator that torch has made of a call in C++, where it runs without autograd and without modes."""
+        """Record an operator that a transform has made from a call in C++, where neither autograd nor torch modes are active."""
         if self.journal is not None:
-            self.journal.spoil("a transform of torch.func")
+            self.journal.spoil("it uses a transform of torch.func")
         if self.stacks.why_not_lowerable is not None:
             self._check_tracing()
         with self.modes.keys():
             return self.call(function, args, kwargs)
 
     def apply(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Apply a ``torch.autograd.Function`` with real values if it has a gradient: to autograd it is one call.
+        """Apply a ``torch.autograd.Function`` to real values if one of its arguments may require a gradient.
+
+        Autograd must see the function as one operation with its own ``backward``, which no graph can express.
 
         Returns:
-            Whether that was done, and the result. If not, the calls in its ``forward`` are all that counts.
+            Whether the function was applied, and its result. If not, the caller runs ``forward``, whose calls are recorded.
         """
         wanting = any(
             wants_grad(self, ValueNumber(item._index) if isinstance(item, LazyTensor) and item._real is None else item) is not False
@@ -128,7 +130,7 @@ class CallRecorder(EventRecorder):
         return True, self.demand(function, args, kwargs, f"`{name}` is an autograd.Function, whose gradient is its own")
 
     def _touches_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any], edits: bool) -> bool:
-        """Whether a call on tensors from outside must keep its order with the graph's own use of them."""
+        """Whether the graph uses the memory of these tensors from outside, so that the call has to keep its order in the graph."""
         leaves = pytree.tree_leaves((args, kwargs))
         storages = storages_of([leaf for leaf in leaves if not isinstance(leaf, fake_tensor.FakeTensor)])
         if not storages.isdisjoint(self.storages_in_use()):
@@ -140,7 +142,7 @@ class CallRecorder(EventRecorder):
         return False
 
     def call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record a call, answer it from metadata, or cut the graph for it."""
+        """Record a call, answer it from metadata, or cut the graph and make it on real values."""
         if self.filled or self.closed:
             args, kwargs = self._with_values(args, kwargs)
             if not any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))):
@@ -156,7 +158,7 @@ class CallRecorder(EventRecorder):
         if isinstance(function, ControlOperator):
             return self.demand(as_python(function), args, kwargs, f"`torch.{function.name()}` runs Python that depends on a value")
         reason = self._needs_values(function)
-        if reason is None and edits_in_place(function) and self.shows_memory:
+        if reason is None and edits_in_place(function) and self.is_memory_exported:
             reason = "an array outside of torch may have the memory that is edited"
         if reason is None and may_fail_by_values(function, args):
             caught_by = handler()
@@ -168,7 +170,7 @@ class CallRecorder(EventRecorder):
                 event = self._event(function, args, kwargs)
             except NotLowerableError as error:
                 reason = str(error)
-        if event is None:  # a value is demanded outside of the handler: what fails then has nothing to do with it
+        if event is None:  # outside of the `except` clause, so that a later error does not show `NotLowerableError` as its context
             return self.demand(function, args, kwargs, reason or "")
         known, lifted, sizes = self.state.edges.get(event), Lifted(event, (), event), self.sizes
         if known is None:
@@ -191,11 +193,11 @@ class CallRecorder(EventRecorder):
         self.random = self.random or getattr(function, "__name__", "") in RANDOM
         result = self._take(outcome, lifted, sizes)
         if isinstance(result, LazyTensor) and args and result is not args[0] and edits_in_place(function):
-            keep_mark(args[0], result)  # `h += 1` binds the name to another object than eagerly
+            keep_mark(args[0], result)  # after `h += 1` the name refers to a new object, unlike in an eager run
         return result
 
     def _needs_values(self, function: Any) -> str | None:
-        """Return why a call of ``function`` needs values, empty if that is what it is for; ``None`` if it need not."""
+        """Return why a call of ``function`` needs values, or ``None`` if it needs none; empty if the name alone is the reason."""
         if getattr(function, "__name__", "") in DEMANDS:
             return ""
         if isinstance(function, SCRIPTED):
@@ -213,7 +215,7 @@ class CallRecorder(EventRecorder):
         return reason
 
     def _check_tracing(self) -> None:
-        """Refuse to be traced: what ``make_fx`` would see of a tensor without a value is not what the block computes."""
+        """Raise if the block traces a lazy tensor with ``make_fx``, which would see none of the recorded calls that compute it."""
         own, _ = ModeStacks.now().apart_from(self.stacks)
         if any(isinstance(mode, (fake_tensor.FakeTensorMode, ProxyTorchDispatchMode)) for mode in own.dispatch):
             filename, line = user_position()
@@ -224,10 +226,10 @@ class CallRecorder(EventRecorder):
             )
 
     def _try_on_fakes(self, event: Call) -> tuple[bool, Any]:
-        """Return whether fakes are enough to know what a call returns, and that.
+        """Return whether the result of a call follows from metadata alone, and the result on fake tensors.
 
         Raises:
-            Exception: What the call raises whatever the values are: the user's mistake.
+            Exception: The error that the call raises for any values: a mistake of the user, such as a wrong shape.
         """
         failure: Exception | None = None
         result: Any = None
@@ -236,11 +238,11 @@ class CallRecorder(EventRecorder):
         except UNANSWERABLE:
             return False, None
         except Exception as error:
-            # With values, operators of others may succeed, and functions that take a number and are given a tensor of one element.
+            # On real values two kinds of calls may succeed: custom operators, and calls with a one-element tensor as a number.
             scalar = any(isinstance(item, ValueNumber) and self.fakes[item.index].numel() == 1 for item in references(event))
-            if is_own(event.function) or isinstance(error, NotImplementedError) or (scalar and isinstance(error, TypeError)):
+            if is_custom(event.function) or isinstance(error, NotImplementedError) or (scalar and isinstance(error, TypeError)):
                 return False, None
-            if self.relaid:  # `view` may fail for the strides that were captured only
+            if self.relaid:  # `view` may fail on the captured strides and succeed on the real ones
                 return False, None
             failure = error.with_traceback(None)
         used = references(event)
@@ -250,16 +252,16 @@ class CallRecorder(EventRecorder):
             can_be_lazy = all(leaf.layout is torch.strided for leaf in leaves)
             return can_be_lazy and is_possible(event, used, fakes, result), result
         tried, failed = error_on_values(event, used, fakes)
-        if tried and failed is None:  # the values decide
+        if tried and failed is None:  # it fails on fakes only
             return False, None
         failure = failed or failure
         try:
-            raise failure.with_traceback(None) from None  # ends at the user's line
+            raise failure.with_traceback(None) from None  # so that the traceback ends at the user's line
         finally:
-            del failure, failed  # whose traceback has this frame
+            del failure, failed  # the traceback refers to this frame, which would be a cycle
 
     def _answer(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """Answer a call that needs no event; return whether it was answered, and the answer."""
+        """Answer a call that needs no event. Returns whether it was answered, and the answer."""
         if function in METADATA:
             (tensor,) = args
             with self.graph.fake_lock, torch._C.DisableTorchFunction():
@@ -275,7 +277,7 @@ class CallRecorder(EventRecorder):
         return False, None
 
     def _about_gradients(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer what autograd knows of a tensor after the recorded calls."""
+        """Answer a read of ``requires_grad``, ``is_leaf`` or ``grad_fn``, as it would be after the recorded calls."""
         name, tensor = ABOUT_GRADIENTS[function], args[0]
         is_lazy = isinstance(tensor, LazyTensor)
         wants = wants_grad(tensor._recording, ValueNumber(tensor._index)) if is_lazy else wants_grad(self, tensor)
@@ -287,15 +289,15 @@ class CallRecorder(EventRecorder):
             return name == "is_leaf" or None
         if is_lazy and name == "is_leaf":
             return False
-        if is_lazy or storage_of(tensor) in self.storages_in_use():  # an edit that waits for the graph may change it
+        if is_lazy or storage_of(tensor) in self.storages_in_use():  # a recorded edit, not yet made, may change it
             return self.demand(function, args, kwargs, f"`{name}` is known once the graph has run")
         return self._outside(function, args, kwargs)
 
     def _carried(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer what a tensor object carries."""
+        """Answer a read of an attribute of a tensor object that its fake does not have, such as ``.grad``."""
         name, tensor = CARRIED[function], args[0]
         if isinstance(tensor, LazyTensor):
-            if name in ("grad", "_grad", "retains_grad"):  # it is the result of a call
+            if name in ("grad", "_grad", "retains_grad"):  # the result of a call is no leaf, so it has no gradient yet
                 return False if name == "retains_grad" else None
             return self.demand(function, args, kwargs, f"`{name}` exists once the graph has run")
         if name not in ("grad", "_grad", "retains_grad", "_base") and self.state.event is not None:
@@ -303,7 +305,7 @@ class CallRecorder(EventRecorder):
         return self._outside(function, args, kwargs)
 
     def _outside(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call on tensors from outside whose result no call before it changes."""
+        """Make a call on tensors from outside at once: no recorded call changes its result."""
         with torch._C.DisableTorchFunction():
             result = function(*args, **kwargs)
         if self.journal is not None:
@@ -311,7 +313,7 @@ class CallRecorder(EventRecorder):
         return result
 
     def _draw_like(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Draw random numbers like a lazy tensor at once, so that a seed gives the numbers it gives eagerly."""
+        """Draw random numbers with the metadata of a lazy tensor at once, so that a seed gives the same numbers as in an eager run."""
         like, *others = args
         fake = fake_or_self(like)
         with self.graph.fake_lock, torch._C.DisableTorchFunction():
@@ -324,8 +326,6 @@ class CallRecorder(EventRecorder):
 
 
 def _drawn(function: Any, size: Any, stride: Any, dtype: Any, device: Any, /, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Return what ``function`` draws for a tensor like this."""
+    """Call a function such as ``torch.randn_like`` for a tensor with this metadata."""
     drawn: torch.Tensor = function(torch.empty_strided(size, stride, dtype=dtype, device=device), *args, **kwargs)
     return drawn
-
-

@@ -1,8 +1,8 @@
-"""Deferred outputs: what a model returns beside tensors, such as a key-value cache, for blocks that see it before it exists.
+"""Deferred outputs: outputs of a model that are not tensors, such as a key-value cache, which a block can use before they exist.
 
-A captured graph has tensors only. The objects that hold them are made, or changed, by the code that dynamo put around the graph, when
-the graph has run. A block that stops at the output of the whole model is given a :class:`Deferred` for each of them. It becomes the object
-when the block looks into it, for which the block waits until the model has returned, and at the end of the run.
+A captured graph computes tensors only. The code that dynamo puts around the graph makes or updates the objects that contain them, after
+the graph has run. So a block that reads the output of the whole model gets a :class:`Deferred` in place of each object. A ``Deferred``
+becomes the object at the end of the run, or earlier, when the block uses it: then the block waits until the model has returned.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ logger = logging.getLogger("nnsight.fx")
 
 
 def _of_object(function: Callable[..., Any]) -> Any:
-    """Return a special method that does to the object what ``function`` does."""
+    """Return a special method that applies ``function`` to the object that the model returns."""
     return lambda self, *args, **kwargs: function(self._object(), *args, **kwargs)
 
 
 class Deferred(Opaque):
-    """Stands for an object until the model has returned it."""
+    """Takes the place of an object until the model has returned it."""
 
     def __init__(self, kind: str, output: DeferredOutput) -> None:
         super().__init__(kind, output.location)
@@ -39,7 +39,7 @@ class Deferred(Opaque):
         self.__dict__["real"] = None
 
     def become(self, real: Any) -> None:
-        """Be ``real`` from now on: an object of its class with its attributes or, where Python does not allow that, a proxy."""
+        """Take the class and the attributes of ``real``. Where Python does not allow that, become a proxy of ``real``."""
         try:
             object.__setattr__(self, "__class__", type(real))
             object.__setattr__(self, "__dict__", vars(real))
@@ -47,7 +47,7 @@ class Deferred(Opaque):
             self.__dict__["real"] = (real,)
 
     def _object(self) -> Any:
-        """Return the object; waits for it."""
+        """Wait until the model has returned the object, and return it; raise ``TypeError`` if it cannot be waited for."""
         if self.__dict__["real"] is None:
             waited = self.__dict__["output"].wait()
             if type(self) is not Deferred:
@@ -58,13 +58,13 @@ class Deferred(Opaque):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # somebody asks what kind of object this is
+            raise AttributeError(name)  # a look-up of a protocol, such as `__torch_function__`, must not wait
         return getattr(self._object(), name)
 
     def __repr__(self) -> str:
         try:
             return repr(self._object())
-        except TypeError:  # a failed run has not got there
+        except TypeError:  # the run has failed before the model returned
             return super().__repr__()
 
     __setattr__ = _of_object(setattr)
@@ -78,29 +78,29 @@ class Deferred(Opaque):
 
 
 class DeferredOutput:
-    """Stands for the objects in one output of the whole model, which blocks of a run see at a location."""
+    """The objects in one output of the whole model, which the blocks of a run read at ``location``."""
 
     def __init__(self, run: Interleaver, location: str, structure: pytree.TreeSpec) -> None:
         self._run: Interleaver | None = run
         self.location = location
         self._structure = structure
         self._given: list[tuple[int, weakref.ref[Deferred]]] = []
-        self._value: Any = None  # what the block that waits was given
-        self._leaves: list[Any] = []
+        self._value: Any = None  # the value that the waiting block was given, with stand-ins
+        self._leaves: list[Any] = []  # the leaves of that value when the model returned
 
     def stand_in(self, opaque: Opaque, number: int) -> Deferred:
-        """Return what stands for leaf number ``number`` of the output, instead of ``opaque``."""
+        """Return a stand-in for leaf number ``number`` of the output, which is ``opaque`` in the captured graph."""
         made = Deferred(opaque.__dict__["kind"], self)
         self._given.append((number, weakref.ref(made)))
         return made
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody still holds a stand-in."""
+        """Whether a stand-in is still referred to."""
         return any(reference() is not None for _, reference in self._given)
 
     def wait(self) -> bool:
-        """Let the block that is running wait for the objects; whether they are there then."""
+        """Let the running block wait until the model returns. Returns whether it could wait: only a block at ``location`` can."""
         run = self._run
         mediator = None if run is None or run is not active_interleaver() else run.current
         if mediator is None or not mediator.stands_at(self.location):
@@ -110,14 +110,14 @@ class DeferredOutput:
         return True
 
     def fulfil(self, output: Any) -> None:
-        """Make the stand-ins what the model has returned."""
+        """Turn the stand-ins into the objects in ``output``, which the model has returned."""
         self._run = None
         if not self.is_wanted:
             return
         try:
             leaves = leaves_of(output, self._structure)
-        except ValueError as error:  # a hook of the model has returned something else
-            logger.debug("what `%s` returned is not what was captured: %s", self.location, error)
+        except ValueError as error:  # a hook of the model has replaced the output
+            logger.debug("the output at `%s` has another structure than the captured one: %s", self.location, error)
             return
         for number, reference in self._given:
             stand_in = reference()
@@ -127,7 +127,7 @@ class DeferredOutput:
             self._leaves = leaves_of(self._value, self._structure)
 
     def changed(self, output: Any) -> Any:
-        """Return ``output`` with what blocks have replaced since in the value that the one that waited was given first."""
+        """Return ``output`` with the leaves that blocks have replaced in the value of the waiting block since the model returned."""
         if self._value is None:
             return output
         now, value = leaves_of(self._value, self._structure), self._value
@@ -145,7 +145,7 @@ def is_of_root(location: str) -> bool:
 
 
 def returned(run: Interleaver, output: Any) -> Any:
-    """Give blocks what a call of the model has returned; return what its caller is to get."""
+    """Give the blocks the output of a call of the model. Returns the output for the caller, with the edits of the blocks."""
     deferred, run.deferred_outputs = run.deferred_outputs, []
     for each in deferred or ():
         each.fulfil(output)

@@ -1,4 +1,4 @@
-"""Events of a program: how the arguments of a torch call are referred to, and what its results become."""
+"""Events of a program: the references in the arguments of a torch call, and the values that its results become."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from ..block_events import (
 )
 from ..capturing.graph import CapturedGraph, Tap
 from ..splicing.pieces import Piece, references
-from .autograd_state import is_apart, some, wants_grad
+from .autograd_state import any_of, is_detaching, wants_grad
 from .functions import (
+    EXPORTING,
     PLAIN,
-    SHOWING,
     TAKES_SCALAR_TENSORS,
     edits_in_place,
     is_numpy_scalar,
@@ -48,13 +48,13 @@ from .numbers import Lifted, floats_as_tensors, lift, same_structure, twin_of
 if TYPE_CHECKING:
     from .journal import Journal
 
-#: For how many sizes and integers a call's fake result is kept.
+#: Most combinations of sizes and integers for which the fake result of a call is kept.
 _KEPT_SIZES = 256
 
-#: Types of scalar tensors that index as the integer in them does.
+#: Types of scalar tensors that are the same index as the integer in them.
 _INDEX_TYPES = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 
-#: Where code is that a user has not written: torch, the standard library, installed packages.
+#: Prefixes of the files that a user has not written: torch, the standard library, installed packages.
 _LIBRARIES = (
     torch.__file__.rsplit("/", 1)[0],
     *{f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib", "purelib", "platlib")},
@@ -62,25 +62,25 @@ _LIBRARIES = (
 )
 
 
-#: Types of arguments that are as they are in an event, for a quick look.
-_AS_THEY_ARE = frozenset(PLAIN)
+#: The types :data:`.PLAIN`, for a quick test.
+_UNCHANGED = frozenset(PLAIN)
 
 
 class NotLowerableError(Exception):
-    """A call has an argument that no graph can hold."""
+    """A call has an argument that no graph can contain."""
 
 
 class EventRecorder(TorchFunctionMode):
-    """The program so far, with its tensors and numbers; turns calls into events. A run may be written down in a journal.
+    """Turns calls into events, and keeps the program so far with its tensors and numbers.
 
     Attributes:
         binding: The sizes that the graph's symbols have for these inputs.
         modes: Grad mode, inference mode and autocast of the model, in which the graph runs.
-        stacks: Its other modes.
+        stacks: The other modes of the model.
         relaid: Whether a replacement has other strides than the captured value.
-        lifted: Tensors that stand for Python floats.
-        filled: Lazy tensors that have a value but could not become it.
-        gained_grad: Whether an edit in place may have made tensors require gradients that did not.
+        lifted: Scalar tensors that were made from Python floats.
+        filled: Lazy tensors that are computed but could not become the real tensor.
+        gained_grad: Whether an edit in place may have made other tensors require a gradient.
     """
 
     run: Interleaver
@@ -109,11 +109,11 @@ class EventRecorder(TorchFunctionMode):
         self.relaid = False
         self.closed = False
         self.filled: list[LazyTensor] = []
-        self._shown: list[Callable[[], Any]] = []
+        self._exported: list[Callable[[], Any]] = []
         self.start_tables(list(inputs))
 
     def start_tables(self, inputs: list[Any]) -> None:
-        """Forget all values: a piece of the graph begins, with ``inputs``."""
+        """Begin a piece of the graph, with ``inputs`` and no values."""
         self.inputs = inputs
         self.fakes: list[torch.Tensor] = []
         self.requires_grad: list[bool | None] = []
@@ -121,36 +121,36 @@ class EventRecorder(TorchFunctionMode):
         self.lazies: list[weakref.ref[LazyTensor] | None] = []
         self.externals: list[torch.Tensor] = []
         self.external_index: dict[int, int] = {}
-        self.view_index: dict[int, tuple[torch.Tensor, int]] = {}  # views of inputs, and their values
+        self.view_index: dict[int, tuple[torch.Tensor, int]] = {}  # by identity: views of inputs, and the number of their value
         self.lifted: list[torch.Tensor] = []
         self.numbers: tuple[int | float, ...] = ()
-        self.sizes = self.binding  # and behind them the integers among the numbers
-        self.used: list[torch.Tensor] = []  # whose storages are not among `used_storages` yet
+        self.sizes = self.binding  # followed by the integers among the numbers
+        self.used: list[torch.Tensor] = []  # tensors whose storages are not yet in `used_storages`
         self.used_storages: set[int] = set()
         self._input_storages: set[int] | None = None
 
     def storages_in_use(self) -> set[int]:
-        """Return the storages of tensors that the graph uses, or edits, before calls of the block that are still to come."""
+        """Return the storages of the tensors that the graph reads or edits before the next call of the block."""
         if self.used:
             self.used_storages |= storages_of(self.used)
             self.used = []
         return self.used_storages
 
-    def note_shown(self, function: Any, result: Any) -> None:
-        """Note a call on real tensors whose result, such as a NumPy array, shows the memory of one."""
-        if getattr(function, "__name__", "") in SHOWING:
+    def note_exported(self, function: Any, result: Any) -> None:
+        """Note a call on a real tensor if the result, such as a NumPy array, shares its memory with code outside of torch."""
+        if getattr(function, "__name__", "") in EXPORTING:
             try:
-                self._shown.append(weakref.ref(result))
-            except TypeError:  # such as a capsule, whose memory somebody else takes
-                self._shown.append(lambda: result)
+                self._exported.append(weakref.ref(result))
+            except TypeError:  # a DLPack capsule: an array may take its memory and outlive it
+                self._exported.append(lambda: result)
 
     @property
-    def shows_memory(self) -> bool:
-        """Whether such a result is alive. An edit that waits for a graph would be seen too late in it, so edits are made at once."""
-        return any(shown() is not None for shown in self._shown)
+    def is_memory_exported(self) -> bool:
+        """Whether code outside of torch may see the memory of a tensor. It would see recorded edits too late, so edits cut the graph."""
+        return any(result() is not None for result in self._exported)
 
     def _take(self, outcome: Outcome, lifted: Lifted, sizes: tuple[int, ...]) -> Any:
-        """Go on to the state after a call, and return what the block gets for it."""
+        """Advance to the state after a call, and return the result for the block: ``outcome`` with lazy tensors."""
         self.fakes += outcome.fakes
         self.lazies += [None] * len(outcome.fakes)
         self.requires_grad += outcome.requires_grad
@@ -194,7 +194,7 @@ class EventRecorder(TorchFunctionMode):
         )
 
     def _index(self, index: Any) -> Any:
-        """Return an index with what torch makes of its arrays and scalar tensors."""
+        """Return an index with its NumPy arrays as tensors and its scalar tensors as integers."""
         if isinstance(index, tuple):
             return tuple(self._index(item) for item in index)
         if type(index).__module__ == "numpy" and hasattr(index, "__len__"):
@@ -205,8 +205,10 @@ class EventRecorder(TorchFunctionMode):
             and index.dim() == 0
             and index.device.type == "cpu"
             and index.dtype in _INDEX_TYPES
-            and storage_of(index) not in self.storages_in_use()  # else an edit of it may be recorded, and not done yet
+            and storage_of(index) not in self.storages_in_use()  # otherwise a recorded edit of it may still be pending
         ):
+            if self.journal is not None:
+                self.journal.spoil("the value of a tensor from outside is an index")
             return int(index)
         return index
 
@@ -215,9 +217,9 @@ class EventRecorder(TorchFunctionMode):
         return self.lifted[-1]
 
     def _argument(self, argument: Any) -> Any:
-        """Return ``argument`` as it appears in an event."""
+        """Return the form of ``argument`` in an event; raise a :class:`NotLowerableError` if it has none."""
         kind = type(argument)
-        if kind in _AS_THEY_ARE:
+        if kind in _UNCHANGED:
             return argument
         if kind is LazyTensor and argument._recording is self and argument._real is None:
             return ValueNumber(argument._index)
@@ -234,7 +236,7 @@ class EventRecorder(TorchFunctionMode):
             return argument
         if is_numpy_scalar(argument):
             return self._argument(argument.item())
-        raise NotLowerableError(f"an argument of type {type(argument).__name__}")
+        raise NotLowerableError(f"no graph can contain an argument of type {type(argument).__name__}")
 
     def refer(self, tensor: torch.Tensor) -> ValueNumber | Input | External:
         """Return the reference to a tensor, declaring it as an external when it is new."""
@@ -242,7 +244,7 @@ class EventRecorder(TorchFunctionMode):
         if isinstance(tensor, LazyTensor):
             if tensor._recording is self:
                 return ValueNumber(tensor._index)
-            tensor._recording.compute_for_nested()  # the tensor is real now, and comes from outside
+            tensor._recording.compute_for_nested()  # now it is a real tensor, which comes from outside
         index = self.external_index.get(id(tensor))
         if index is not None:
             return External(index)
@@ -251,11 +253,11 @@ class EventRecorder(TorchFunctionMode):
         if id(tensor) in inputs:
             return Input(inputs.index(id(tensor)))
         if tensor.layout is not torch.strided:
-            raise NotLowerableError(f"a tensor with layout {tensor.layout}")
+            raise NotLowerableError(f"no graph can contain a tensor with layout {tensor.layout}")
         source = self._input_behind(tensor)
         if source is not None:
             return source
-        with torch._C.DisableTorchFunction():  # these are no calls of the block
+        with torch._C.DisableTorchFunction():  # the block does not make these calls
             stride = None if tensor.is_contiguous() else tensor.stride()
             declared = Declare(tuple(tensor.shape), stride, tensor.dtype, tensor.device, tensor.requires_grad, type(tensor))
         if stride is None and self.symbol_of_size and declared not in self.state.edges:
@@ -267,9 +269,9 @@ class EventRecorder(TorchFunctionMode):
         return External(len(self.externals) - 1)
 
     def _input_behind(self, tensor: torch.Tensor) -> ValueNumber | None:
-        """Return a view of an input as a value, recorded as such, if ``tensor`` is one that autograd follows.
+        """Record ``tensor`` as a view of an input, if it is one that requires a gradient; return the value, or ``None``.
 
-        AOTAutograd cannot lower a graph that edits an input and a view of it, if both are inputs.
+        The view cannot be an external: AOTAutograd cannot lower a graph that edits an input and a view of it, if both are inputs.
         """
         known = self.view_index.get(id(tensor))
         if known is not None:
@@ -302,18 +304,18 @@ class EventRecorder(TorchFunctionMode):
         if isinstance(reference, ValueNumber):
             return self.fakes[reference.index]
         real = (self.inputs if isinstance(reference, Input) else self.externals)[reference.index]
-        if real.requires_grad:  # what torch remembers of a tensor, or of its base, may be older than that
+        if real.requires_grad:  # `from_tensor` may return a cached fake, made before the tensor or its base required a gradient
             return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=real.device)
         return self.graph.fake_mode.from_tensor(real, static_shapes=True)
 
     def _outcome(self, call: Call, result: Any) -> Outcome:
-        """Number the tensors of a result; a tensor that was there before keeps its number."""
+        """Number the tensors of a result. A tensor that is a known value keeps its number."""
         flat, structure = pytree.tree_flatten_with_path(result)
         follows = self._follows(call)
         leaves: list[Any] = []
         fresh: list[torch.Tensor] = []
         edited = call.args[0] if call.args and edits_in_place(call.function) else None
-        # Whether a tensor from outside requires a gradient is seen at a value only, before the graph has run.
+        # An edit of a tensor from outside that may add a gradient makes a new value: only values have a flag before the graph has run.
         own = self.fake_of(edited) if isinstance(edited, (Input, External)) and follows is False else None
         for _, leaf in flat:
             if not isinstance(leaf, torch.Tensor):
@@ -337,21 +339,21 @@ class EventRecorder(TorchFunctionMode):
         )
 
     def _follows(self, call: Call) -> bool | None:
-        """Whether autograd would follow this call, if that is known."""
+        """Whether autograd would track this call; ``None`` if that is not known."""
         if not (self.grad_enabled if call.grad is None else call.grad):
             return False
-        if is_apart(getattr(call.function, "__name__", "")):
+        if is_detaching(getattr(call.function, "__name__", "")):
             return ("requires_grad", Constant(bool, True)) in call.kwargs
-        return some(wants_grad(self, reference) for reference in references(call))
+        return any_of(wants_grad(self, reference) for reference in references(call))
 
     def _is_like(self, outcome: Outcome, known: State | None, lifted: Lifted) -> bool:
-        """Whether a call returned what it returned with other numbers, as far as the program can see."""
+        """Whether the result of a lifted call has the same structure as with other numbers, so that one program serves both."""
         earlier = known or twin_of(self.state, lifted.event, lifted.like)
         other = None if earlier is None else next(iter(earlier.outcomes.values()), None)
         return other is None or same_structure(outcome, other)
 
     def step_lifted(self, lifted: Lifted) -> State:
-        """Go on to the state after an event with numbers."""
+        """Advance to the state after a lifted event, and append its numbers."""
         found = self.step(lifted.event, lifted.like)
         if lifted.values:
             self.numbers += lifted.values
@@ -359,7 +361,7 @@ class EventRecorder(TorchFunctionMode):
         return found
 
     def step(self, event: Event, like: Event | None = None) -> State:
-        """Go on to the state after ``event``, a new one if no earlier run did the same; ``like`` has the constants that were seen first."""
+        """Advance to the state after ``event``, which is new if no run has reached it; ``like`` is the event with its first constants."""
         found = self.state.edges.get(event)
         if found is None:
             self.recorded = True
@@ -376,6 +378,7 @@ class EventRecorder(TorchFunctionMode):
         return None if reference is None else reference()
 
     def lazy(self, index: int) -> LazyTensor:
+        """Return the lazy tensor of a value, and make it if there is none."""
         lazy = self.held(index)
         if lazy is None:
             lazy = make_lazy(index, self.fakes[index], self)
@@ -403,11 +406,11 @@ def fake_or_self(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def user_position() -> tuple[str, int]:
-    """Return file and line of the user's code that is running, whatever libraries it has called."""
+    """Return the file and line of the innermost running frame of user code, below any libraries that it has called."""
     return user_position_now(skip=_LIBRARIES)
 
 
 def _user_line() -> str:
     filename, line = user_position()
-    code = linecache.getline(filename, line).strip() or "..."  # torch shows a position with its code, or not at all
+    code = linecache.getline(filename, line).strip() or "..."  # torch ignores a position without code
     return f'  File "{filename}", line {line}, in block\n    {code}\n'

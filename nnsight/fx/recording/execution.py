@@ -1,4 +1,4 @@
-"""Runs the pieces of a captured graph with the recorded program: a cut runs one, and the block goes on with real values."""
+"""Runs a captured graph with the recorded program, piece by piece: a cut runs one piece, and the block continues with real values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class GraphBreakError(RuntimeError):
 
 
 class PieceRunner(CallRecorder):
-    """Runs ``graph`` piece by piece, and turns lazy tensors into its results; with ``fullgraph`` a needed value is an error."""
+    """Runs ``graph`` piece by piece, and turns lazy tensors into its results. With ``fullgraph``, a call that needs a value raises."""
 
     def __init__(
         self,
@@ -55,27 +55,27 @@ class PieceRunner(CallRecorder):
         self.run = run
         self.report = report
         self.fullgraph = fullgraph
-        self.suspended_in: int | None = None  # the thread in which a run inside this one is under way
-        self.failed_to_run = False  # whether a piece raised an error: what it has done by then must not be done again
+        self.suspended_in: int | None = None  # the thread in which a nested run is active
+        self.failed_to_run = False  # whether a piece raised an error; its side effects must not happen a second time
         self._differentiates = any(_mentions_backward(mediator.info) for mediator in run.mediators)
-        self.as_captured = True  # whether what the model goes on with is, but for its values, what was captured
-        self._ended: tuple[Break, str] | None = None  # where a backward pass is run behind all that the model computes
+        self.as_captured = True  # whether the model continues with tensors of the captured metadata: only values have changed
+        self._ended: tuple[Break, str] | None = None  # an unreported cut for a backward pass, after the last computation of the model
         if graph.whole is None:
             graph.whole = Piece.of(graph, 0)
         self._begin(graph.whole)
 
     def _begin(self, piece: Piece) -> None:
-        """Start a piece of the graph with nothing recorded in it."""
+        """Start a piece of the graph without any recorded events."""
         self.piece = piece
         self.used += self.run.inputs
         self._edits = iter(self.graph.edits_in(piece))
-        self._next_edit = next(self._edits, None)  # of an input by the model, which the walk has not come to
+        self._next_edit = next(self._edits, None)  # the model's next edit of an input, after the current tap
         self.value_of: dict[torch.fx.Node, int] = {}
         self.writes: dict[tuple[int, int], ValueNumber | Input | External] = {}
         self.substitutes: dict[torch.fx.Node, ValueNumber | Input | External] = {}
 
     def resolve(self, node: torch.fx.Node) -> ValueNumber | Input | External | torch.fx.Node:
-        """Return what stands for a captured node now: a reference, or the node itself if nobody has seen it."""
+        """Return the reference to the present value of a captured node, or the node that computes it if the program has no reference."""
         while True:
             index = self.piece.input_index.get(node)
             if index is not None:
@@ -98,7 +98,7 @@ class PieceRunner(CallRecorder):
             node = self.graph.taps[tapped[0]].leaves[tapped[1]]
 
     def _object(self, reference: ValueNumber | Input | External) -> torch.Tensor:
-        """Return the tensor the block gets for ``reference``."""
+        """Return the tensor that the block gets for ``reference``."""
         if isinstance(reference, ValueNumber):
             return self.lazy(reference.index)
         tensor = (self.inputs if isinstance(reference, Input) else self.externals)[reference.index]
@@ -106,11 +106,11 @@ class PieceRunner(CallRecorder):
         return tensor
 
     def demand(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reason: str = "") -> Any:
-        """Make values concrete and then call ``function`` on them."""
+        """Cut the graph at the current tap, and then call ``function`` on real tensors."""
         assert self.tap is not None
-        self.as_captured = False  # the call may be one that changes the shape of what it is called on
+        self.as_captured = False  # the call may change the shape of its argument
         if self.journal is not None:
-            self.journal.spoil("a value is needed")
+            self.journal.spoil("it needs a value before the graph has run")
         pending = LazyTensor in map(type, args) or any(
             isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))
         )
@@ -123,12 +123,12 @@ class PieceRunner(CallRecorder):
         if function is torch.autograd.grad:
             args = (args[0], tuple(map(gradients.known_to_autograd, args[1])), *args[2:])
         result = function(*args, **kwargs)
-        self.note_shown(function, result)
+        self.note_exported(function, result)
         return result
 
     def _shows_edits(self, tap: Tap) -> bool:
-        """Whether an edit of the model between the start of the piece and ``tap`` may be seen out of sight of torch."""
-        if not self.shows_memory:
+        """Whether the model, between the start of the piece and ``tap``, may edit memory that code outside of torch sees."""
+        if not self.is_memory_exported:
             return False
         nodes = self.graph.nodes[self.piece.start : self.graph.order[tap.node]]
         return any(
@@ -136,9 +136,9 @@ class PieceRunner(CallRecorder):
         )
 
     def cut(self, reason: str, instead: str, observed: bool = False) -> None:
-        """Run the graph up to the current tap; every lazy tensor becomes real.
+        """Run the graph up to the current tap, so that all lazy tensors become real tensors.
 
-        ``observed`` is whether autograd has to see all those tensors, because gradients for them will be asked for.
+        With ``observed``, autograd has to see each of these tensors, because the block will request gradients with respect to them.
         """
         assert self.tap is not None
         filename, line = user_position()
@@ -151,7 +151,7 @@ class PieceRunner(CallRecorder):
         else:
             self._report(cut, instead)
         self.as_captured = False
-        if self.state.behind is None:  # the state decides the tap, and all that is resolved
+        if self.state.behind is None:  # it is the same for each run that reaches this state
             piece = Piece.of(self.graph, stop)
             piece = piece.without_duplicates([self.resolve(node) for node in piece.inputs])
             self.state.behind = piece, piece.inputs[len(self.graph.placeholders) :]
@@ -162,7 +162,7 @@ class PieceRunner(CallRecorder):
         self._begin(behind)
 
     def _report(self, cut: Break, instead: str) -> None:
-        """Report that the graph is cut, or raise if it must not be."""
+        """Report that the graph is cut; with ``fullgraph``, raise a :class:`GraphBreakError` instead."""
         if self.fullgraph:
             raise GraphBreakError(
                 f"{cut.filename}:{cut.line}: {cut.reason} at `{cut.location}`, and this trace was compiled with fullgraph=True. "
@@ -175,17 +175,17 @@ class PieceRunner(CallRecorder):
             logger.info("graph cut: %s", cut)
 
     def settle_end(self) -> None:
-        """Report a backward pass behind all that the model computes as a cut, if the block goes on to compute behind it."""
+        """Report a backward pass after the last computation of the model as a cut, if the block computes anything after it."""
         if self._ended is not None and self.state.does_work:
             ended, self._ended = self._ended, None
             self._report(*ended)
 
     def compute_for_nested(self) -> None:
-        """Make the lazy tensors real, because the block of a run inside this one uses one of them.
+        """Cut the graph, because the block of a nested run uses a lazy tensor of this one.
 
         Raises:
             GraphBreakError: If this run was compiled with ``fullgraph=True``.
-            RuntimeError: If this run failed, or is not around the one that asks but beside it, in another thread.
+            RuntimeError: If this run has failed, or runs in another thread.
         """
         if self.closed:
             raise RuntimeError(NEVER_COMPUTED)
@@ -194,13 +194,13 @@ class PieceRunner(CallRecorder):
                 "This tensor belongs to a compiled trace that is still running in another thread, and has no value yet. "
                 "Use it after that trace."
             )
-        with suspended():  # the recording of the nested run
+        with suspended():  # suspends the recording of the nested run
             reason = "a trace inside the block uses a tensor of this one"
-            self.cut(reason, "one trace behind the other, with `.save()` between them")
+            self.cut(reason, "one trace after the other, with `.save()` between them")
 
     @contextlib.contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Record nothing meanwhile; what runs may still ask for values, by :meth:`compute_for_nested`."""
+        """Record nothing in this context. Code in it may still request values, by :meth:`compute_for_nested`."""
         outer, self.suspended_in = self.suspended_in, threading.get_ident()
         try:
             with torch.overrides._pop_mode_temporarily():
@@ -209,23 +209,23 @@ class PieceRunner(CallRecorder):
             self.suspended_in = outer
 
     def finish(self) -> list[Any]:
-        """Run the rest of the graph; return what the captured graph returns, or stand-ins if nobody sees them."""
+        """Run the rest of the graph. Returns the outputs of the captured graph, or stand-ins if nobody sees the outputs."""
         self.settle_end()
         _, outputs = self._run_piece(len(self.graph.nodes) - 1, self.graph.outputs)
         return outputs
 
     def _is_output_unseen(self) -> bool:
-        """Whether nobody sees what the model returns, and computing it would raise no error.
+        """Whether nobody sees the output of the model, and computing it would raise no error.
 
-        Nobody sees it if it is returned to no caller, and no block waits for something behind the graph. No error is raised as long as
-        blocks have changed nothing but values: the rest of the model fits them as it did when it was captured.
+        Nobody sees the output if it is returned to no caller, and no block waits for a location after the graph. The rest of the model
+        raises no error if blocks have changed only values, because it ran on the same metadata during the capture.
         """
         run = self.run
         unseen = self.graph.may_stand_in and not run.returns and not run.waited and self.state is not self.graph.start
         return unseen and self.as_captured and not any(output.is_wanted for output in run.deferred_outputs or ())
 
-    def _compute_what_is_held(self) -> None:
-        """Run the graph up to where a block failed, node by node: the user may hold tensors from before, as in an eager trace."""
+    def _compute_live_tensors(self) -> None:
+        """Run the graph node by node up to the tap where a block failed: the user may hold tensors from before, as in an eager trace."""
         if self.failed_to_run:
             return
         self.journal = None
@@ -233,16 +233,16 @@ class PieceRunner(CallRecorder):
         try:
             self._run_piece(stop, [], lower=False)
         except Exception as error:
-            logger.warning("what a block held when it failed cannot be computed: %s: %s", type(error).__name__, error)
+            logger.warning("tensors that a block held when it failed cannot be computed: %s: %s", type(error).__name__, error)
 
     def _run_piece(
         self, stop: int, wanted: Sequence[Any], cut: Break | None = None, observed: bool = False, lower: bool = True
     ) -> tuple[tuple[int, ...], list[Any]]:
         """Run a piece in the modes of the model; see :meth:`_run_in_modes`."""
         if self.modes.hold and (cut is None or self.stacks.have_their_lengths):
-            with self.modes.keys():  # a value may be asked for in the middle of an operator
+            with self.modes.keys():  # a value may be requested inside an operator, where torch excludes some dispatch keys
                 return self._run_in_modes(stop, wanted, cut, observed, lower)
-        # The block has switched some of them, or asks from a thread of its own.
+        # The block has switched some modes, or requests the value in another thread.
         with self.modes.entered(), self.stacks.entered():
             return self._run_in_modes(stop, wanted, cut, observed, lower)
 
@@ -252,12 +252,12 @@ class PieceRunner(CallRecorder):
         """Run the graph from the piece's start up to node number ``stop``, lowered or node by node.
 
         Returns:
-            The numbers of the values that became real tensors, and the value of each captured node (or constant) in ``wanted``, or
-            stand-ins if nobody sees them.
+            The numbers of the values that became real tensors, and the value of each captured node (or constant) in ``wanted``. If
+            ``wanted`` are the outputs of the model and nobody sees them, stand-ins.
         """
         alive = tuple(index for index in range(len(self.lazies)) if self.held(index) is not None)
         observed = self.grad_enabled and (observed or self._differentiates)
-        # A trace that stops here wants nothing; one that is cut here wants what the rest of the graph needs.
+        # The length of `wanted` is part of the key: a stopped trace wants nothing, a cut one the inputs of the rest of the graph.
         unseen = wanted is self.graph.outputs and self._is_output_unseen()
         key = (stop, alive, -1 if unseen else len(wanted), observed)
         variant = self.state.variants.get(key)
@@ -272,28 +272,26 @@ class PieceRunner(CallRecorder):
                         variant = Variant(self.graph, self.piece, program, stop, alive, resolved, observed)
                     self.state.variants[key] = variant
         if self.journal is not None:
-            self.journal.ran(self, variant, alive, stop)
+            self.journal.runs(self, variant, alive, stop)
         arguments = [*variant.take(self.inputs), *self.externals, *map(as_argument, self.numbers)]
         sizes = self.binding + self.numbers
-        lowered, made = variant.lowered_for(sizes, arguments) if lower else (variant.unlowered(), 0)
-        self.report.compiles += made
+        lowered, compiles = variant.lowered_for(sizes, arguments) if lower else (variant.unlowered(), 0)
+        self.report.compiles += compiles
         ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)
         self.failed_to_run = True
         computed = run_lowered(self.report, ran, arguments)
         self.failed_to_run = False
         self._fill(alive, computed, variant.positions, lowered.partial)
-        for place in lowered.partial:
-            if place < 0 and isinstance(arguments[~place], torch.Tensor) and arguments[~place].requires_grad:
-                gradients.refuse(arguments[~place])
+        refuse_edited(arguments, lowered.partial)
         return alive, self.graph.stand_ins(self.binding) if variant.unseen else variant.deliver(computed, self.inputs, self.externals)
 
     def _fill(
         self, alive: tuple[int, ...], computed: list[Any], positions: dict[int, int], partial: frozenset[int]
     ) -> None:
-        """Turn the lazy tensors into what was computed for them; those at the positions ``partial`` lack gradients."""
+        """Turn the lazy tensors ``alive`` into their computed tensors; gradients at the positions ``partial`` are incomplete."""
         if not alive:
             return
-        # Objects that somebody else holds too: the graph's inputs, and a tensor it returns in several places.
+        # Objects that are referred to elsewhere: the inputs of the graph, and tensors that it returns in several places.
         held = {*map(id, self.inputs), *map(id, self.externals)}
         places: dict[int, list[int]] = {}
         for position, real in enumerate(computed):
@@ -319,33 +317,40 @@ class PieceRunner(CallRecorder):
                 self.filled.append(lazy)
 
     def _abandon(self) -> None:
-        """Unmark saved tensors that were not computed, so that no name is bound to a tensor without a value."""
+        """Remove the save marks of lazy tensors that were not computed, so that no name is bound to a tensor without a value."""
         marked = saves.get()
         for lazy in map(self.held, range(len(self.lazies))):
             if lazy is not None and marked is not None:
                 marked.pop(id(lazy), None)
 
 
+def refuse_edited(arguments: Sequence[Any], partial: frozenset[int]) -> None:
+    """Refuse gradients of the arguments of a graph that it has edited, at the places ``~n`` among ``partial``: they are incomplete."""
+    for place in partial:
+        if place < 0 and isinstance(arguments[~place], torch.Tensor) and arguments[~place].requires_grad:
+            gradients.refuse(arguments[~place])
+
+
 def _mentions_backward(block: Any) -> bool:
-    """Whether a block mentions a backward pass, for which autograd has to see the tensors of the block."""
+    """Whether the code of a block mentions ``backward``; then autograd has to see the tensors of the block."""
     return isinstance(block, Block) and "backward" in block.code.co_names
 
 
 def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:
-    """Leave the active recording for a call that must not be recorded, such as a run of another model.
+    """Suspend the active recording during a call that must not be recorded, such as a run of another model.
 
-    Lazy tensors among ``values``, which the call uses, are made real first.
+    If ``values``, the arguments of the call, contain lazy tensors, the graph is cut first.
     """
     mode = torch.overrides._get_current_function_mode()
     if not isinstance(mode, PieceRunner):
         return contextlib.nullcontext()
     if any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves(values)):
-        mode.cut("a compiled model was called", "one trace behind the other, with `.save()` between them")
+        mode.cut("a compiled model was called", "one trace after the other, with `.save()` between them")
     return mode.set_aside()
 
 
 def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
-    """Run a captured graph without any program in it; a few dictionary look-ups over calling it."""
+    """Run a captured graph without a program. If it is lowered, this costs a few dictionary look-ups more than a plain call."""
     variant = graph.start.variants.get((len(graph.nodes) - 1, (), len(graph.outputs), False))
     lowered = None if variant is None else variant.find(graph.binding(inputs), variant.placement(inputs))
     if variant is None or lowered is None:

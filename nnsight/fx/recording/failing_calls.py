@@ -1,15 +1,15 @@
-"""Calls that fail: which may because of values, what would catch their errors, and which fail for any values.
+"""Calls that fail: because of their values, or because of shapes and dtypes alone.
 
-A recorded call runs with its graph, when the block has gone on. An error that does not depend on values is raised at the
-call's line by its fake. Some calls fail because of values: an index out of range, a matrix without an inverse. Their errors
-are raised by the graph, with the user's line, too late for a handler around the call. So such a call cuts the graph if it
-is inside a ``try`` or a ``with``. The exception tables of the running frames' code tell where that is. Each ``try`` counts, also with
-``finally`` only, and each ``with``, except those of torch's modes, as in ``with torch.no_grad():``. Code inside an ``except`` or
-``finally`` clause is not inside its ``try``.
+A recorded call runs with its graph, after the block has continued. An error that does not depend on values is raised at the line of the
+call, because the call fails on fake tensors. Some calls fail because of values: an index out of range, a matrix without an inverse. The
+graph raises their errors, with the user's line, but too late for a handler around the call. So such a call cuts the graph if it is inside
+a ``try`` or a ``with``. The exception tables of the running code objects tell whether it is. Each ``try`` counts, also with ``finally``
+only. Each ``with`` counts, except those of torch's modes, such as ``with torch.no_grad():``. Code inside an ``except`` or ``finally``
+clause is not inside its ``try``.
 
-Fakes do not raise all mistakes: they accept dtypes that no kernel of the operator takes (``~hidden``), and edits of elements that lie in
-one place. And they raise errors of their own, for other types of mistakes than the call itself does, or for calls that would succeed. So a
-new call is tried on zeros. If it fails on zeros and ones alike although fakes accept it, the values have to decide.
+Fake tensors do not detect all mistakes. They accept dtypes for which the operator has no kernel (``~hidden`` of floats), and edits of
+elements that share an address. They also raise errors where the call itself raises another type, or succeeds. So a call that fails on
+fakes is tried on zeros, and one that fakes accept on zeros, then on ones. If fakes and trials disagree, the call cuts the graph.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ import torch
 from ...tracing.errors import is_internal
 from ..block_events import Call, Reference
 from ..effects import is_failing
-from .functions import edits_in_place, is_own
+from .functions import edits_in_place, is_custom
 
 _TORCH = torch.__file__.rsplit("/", 1)[0]
 
-#: Names in the header of a ``with`` that lets all errors through; with a dot, those of attributes.
+#: Names that the header of a ``with`` may use if it catches no error; attributes begin with a dot.
 _HARMLESS = frozenset(
     "torch .no_grad .enable_grad .set_grad_enabled .inference_mode .autocast .bfloat16 .float16 .random .fork_rng".split()
 )
 
-#: Calls whose fakes are less strict about arguments, but which fail by no value.
+#: Calls that no value makes fail. They are listed in :data:`~nnsight.fx.effects.FAILING` because their fakes accept wrong arguments.
 _TOTAL = frozenset({"softmax", "log_softmax"})
 
-#: Number of elements up to which a call is tried.
+#: Most elements of a tensor with which a call is tried.
 _LARGEST = 2**20
 
-#: Calls that fail because of values in an index, and by no dtype that fakes accept.
+#: Calls that may fail because of the values of an index, but not because of a dtype that fakes accept.
 _INDEXING = frozenset({"__getitem__", "__setitem__"})
 
 
 def may_fail_by_values(function: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call that is possible on fakes may raise an error because of values."""
+    """Whether a call that succeeds on fakes may raise an error because of values."""
     name = getattr(function, "__name__", "").partition(".")[0]
     if name in ("__getitem__", "__setitem__"):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -55,9 +55,9 @@ def may_fail_by_values(function: Any, args: tuple[Any, ...]) -> bool:
 
 
 def handler() -> str | None:
-    """Return in words what an error of the user's code that is running may be caught by, up to its outermost block."""
+    """Return, in words, a statement around the running user code that may catch an error; ``None`` if there is none."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:  # the frames of a block end with those of its worker
+    while frame is not None:  # a block runs in a greenlet, whose frames do not include those around the block
         code = frame.f_code
         if not is_internal(code) and not code.co_filename.startswith(_TORCH):
             for header in _scopes(code, frame.f_lasti):
@@ -71,17 +71,17 @@ def handler() -> str | None:
 
 @functools.lru_cache(maxsize=4096)
 def _scopes(code: types.CodeType, offset: int) -> tuple[frozenset[str] | None, ...]:
-    """Return what is around the instruction at ``offset``: ``None`` for a ``try``, for a ``with`` the names in its header."""
+    """Return the statements around the instruction at ``offset``: ``None`` for a ``try``, the names in the header for a ``with``."""
     table = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
     instructions = list(dis.get_instructions(code))
     found: list[frozenset[str] | None] = []
     while (entry := next((entry for entry in table if entry.start <= offset < entry.end), None)) is not None:
-        offset = entry.target  # the handler may raise the error again, for the one around it
+        offset = entry.target  # the entry of the handler itself is the one around this entry
         names = [instruction.opname for instruction in instructions if instruction.offset >= offset]
         if names[:2] == ["PUSH_EXC_INFO", "WITH_EXCEPT_START"]:
             start = min(other.start for other in table if other.target == offset)
             found.append(_header([instruction for instruction in instructions if instruction.offset < start]))
-        elif names[0] == "PUSH_EXC_INFO":  # others only clean up, behind an `except` clause or a comprehension
+        elif names[0] == "PUSH_EXC_INFO":  # other handlers only clean up, after an `except` clause or a comprehension
             found.append(None)
     return tuple(found)
 
@@ -111,19 +111,19 @@ def _is_inside(place: Any, whole: Any) -> bool:
 
 
 def error_on_values(event: Call, references: Sequence[Reference], fakes: Sequence[torch.Tensor]) -> tuple[bool, Exception | None]:
-    """Return whether a call could be tried on zeros, and the error that it raised."""
+    """Return whether a call could be tried on zeros, and the error that it raised, if any."""
     if not _can_be_tried(fakes):
         return False, None
     return True, _error_on(0, event, references, fakes)
 
 
 def is_possible(event: Call, references: Sequence[Reference], fakes: Sequence[torch.Tensor], result: Any) -> bool:
-    """Whether a call that fakes accept is one that there is for these dtypes, as far as trials tell."""
+    """Whether a call that fakes accept has a kernel for its arguments; ``True`` where a trial on zeros and ones cannot tell."""
     name = getattr(event.function, "__name__", "").partition(".")[0]
     overlaps = edits_in_place(event.function) and isinstance(result, torch.Tensor) and 0 in result.stride()
-    if is_own(event.function) or not _can_be_tried(fakes):  # the former may do more than compute
+    if is_custom(event.function) or not _can_be_tried(fakes):  # a custom operator may have side effects
         return True
-    if (is_failing(name) or name in _INDEXING) and not overlaps:  # for what reason it fails cannot be told
+    if (is_failing(name) or name in _INDEXING) and not overlaps:  # zeros and ones may be invalid values for it
         return True
     return any(_error_on(number, event, references, fakes) is None for number in (0, 1))
 

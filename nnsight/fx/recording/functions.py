@@ -1,7 +1,7 @@
-"""What kinds of torch functions there are, seen by a recording.
+"""Tables of the torch functions that a recording treats specially.
 
-Most calls become events of a program. These tables name the others: calls that metadata answers, calls whose result is a
-concrete value, random ones whose order matters. Python functions and methods appear as ``__torch_function__`` receives them.
+Most calls become events of a program. These tables name the exceptions: calls that metadata answers, calls whose result is a
+concrete value, and random functions, whose order matters. Functions and methods appear as ``__torch_function__`` receives them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 
-#: Getters that the fake answers; tensors have `names` up to torch 2.12.
+#: Getters that the fake tensor answers; tensors have `names` up to torch 2.12.
 METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
     for name in (
@@ -24,19 +24,19 @@ METADATA = frozenset(
     if hasattr(getattr(torch.Tensor, name, None), "__get__")
 )
 
-#: Getters about gradients. Fakes carry none: they are shared by programs that edit them in different ways.
+#: Getters about gradients. Fakes do not answer them, because programs that edit a value in different ways share its fake.
 ABOUT_GRADIENTS = {getattr(torch.Tensor, name).__get__: name for name in ("requires_grad", "is_leaf", "grad_fn")}
 
-#: Methods that answer from strides.
+#: Methods whose result depends on strides.
 ABOUT_STRIDES = frozenset({torch.Tensor.stride, torch.Tensor.is_contiguous})
 
-#: Other getters of what a tensor object carries, and no fake does.
+#: Getters of the other attributes that a real tensor has and its fake has not.
 CARRIED = {
     getattr(torch.Tensor, name).__get__: name
     for name in "grad _grad _grad_fn _base _version output_nr retains_grad grad_dtype".split()
 }
 
-#: Methods and functions whose result is a concrete value, or which change a tensor in a way no graph expresses.
+#: Methods and functions that return a concrete value, or change a tensor in a way that no graph can express.
 DEMANDS = frozenset(
     "__bool__ __int__ __float__ __complex__ __index__ __contains__ __repr__ __str__ __format__ __array__ __deepcopy__ "
     "__reduce_ex__ item tolist numpy data_ptr const_data_ptr mutable_data_ptr storage untyped_storage storage_type equal allclose "
@@ -44,27 +44,27 @@ DEMANDS = frozenset(
     "swapdims_ resize_ resize_as_ set_ as_strided_ share_memory_ __dlpack__ to_dlpack __set__ is_set_to".split()
 )
 
-#: Methods whose result shows the memory of the tensor.
-SHOWING = frozenset("numpy __array__ storage untyped_storage __dlpack__ to_dlpack".split())
+#: Methods whose result shares the memory of the tensor.
+EXPORTING = frozenset("numpy __array__ storage untyped_storage __dlpack__ to_dlpack".split())
 
-#: Getters that a graph knows under another name: ``.data`` as such would hide edits from functionalization.
+#: Getters that a graph has as another function: as ``.data``, an edit would be hidden from functionalization.
 READ_AS = {vars(torch._C.TensorBase)["data"].__get__: torch.Tensor.detach}
 
-#: Random functions of a tensor's metadata alone.
+#: Random functions that use only the metadata of their tensor.
 DRAWN_LIKE = frozenset({torch.randn_like, torch.rand_like, torch.randint_like})
 
-#: Functions that :meth:`CallRecorder.call` treats specially.
+#: Functions for which :meth:`CallRecorder.call` first looks for an answer without an event.
 SPECIAL = frozenset({*METADATA, *ABOUT_GRADIENTS, *CARRIED, *READ_AS, *DRAWN_LIKE, torch.Tensor.__iter__})
 
-#: Random functions. The first one that is recorded makes all later ones be recorded, to keep their order.
+#: Random functions. Once one is recorded, all later ones are recorded too, so that they draw their numbers in order.
 RANDOM = frozenset(
     "rand randn randint randperm normal normal_ bernoulli bernoulli_ multinomial poisson uniform_ exponential_ geometric_ "
     "cauchy_ log_normal_ random_ dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
     "feature_dropout rrelu gumbel_softmax scaled_dot_product_attention randn_like rand_like randint_like".split()
 )
 
-#: Functions in which a scalar tensor in place of a Python float gives the same result, bit for bit. There a float is an input of the
-#: graph from the first time, so that another value is the same program.
+#: Functions in which a scalar tensor in place of a Python float gives the same result, bit for bit. Their floats are inputs of the graph
+#: from the first run on, so that a run with another float has the same program.
 TAKES_SCALAR_TENSORS = frozenset(
     "add add_ sub sub_ subtract mul mul_ multiply div div_ divide true_divide __add__ __radd__ __iadd__ __sub__ "
     "__rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__ __div__ rsub "
@@ -73,11 +73,13 @@ TAKES_SCALAR_TENSORS = frozenset(
     "__gt__ __lt__ __ge__ __le__ __eq__ __ne__".split()
 )
 
-#: Types of functions that are compiled TorchScript: what they do on fakes would be remembered, and is not for real tensors.
+#: Types of TorchScript functions. They specialize on the tensors of their first calls, so those must not be fakes.
 SCRIPTED = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
 
+#: Types of arguments that are the same in an event as in the call.
 PLAIN = (str, type(None), torch.dtype, torch.device, torch.memory_format, torch.layout, type(...))
 
+#: Errors of fake tensors for calls whose result depends on values, or that fakes do not support.
 UNANSWERABLE = (
     fake_tensor.DataDependentOutputException,
     fake_tensor.DynamicOutputShapeException,
@@ -89,8 +91,8 @@ UNANSWERABLE = (
 ControlOperator = torch._ops.HigherOrderOperator
 
 
-def is_own(function: Any) -> bool:
-    """Whether ``function`` is an operator that is not torch's, so that its answer on fakes may be wrong or missing."""
+def is_custom(function: Any) -> bool:
+    """Whether ``function`` is an operator from outside torch, whose result on fakes may be wrong or missing."""
     if isinstance(function, torch._ops.OpOverload):
         return function.namespace not in ("aten", "prims")
     packet = isinstance(function, torch._ops.OpOverloadPacket)
@@ -105,7 +107,7 @@ def edits_in_place(function: Any) -> bool:
 def _is_name_of_edit(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
-    return name.partition(".")[0].endswith("_")  # of an operator, the name is followed by that of the overload
+    return name.partition(".")[0].endswith("_")  # the name of an operator includes its overload, as in `add_.Tensor`
 
 
 def is_numpy_scalar(value: Any) -> bool:
@@ -117,16 +119,16 @@ def has_tensor(result: Any) -> bool:
 
 
 def path_step(step: Any) -> Any:
-    """Return one step of a path as an index or an attribute name."""
+    """Return a step of a pytree path as an index, a key or an attribute name."""
     for name in ("idx", "key", "name"):
         if hasattr(step, name):
             return getattr(step, name)
-    raise TypeError(f"a result with an unknown container: {step!r}")
+    raise TypeError(f"A call returned a container whose items pytree reaches by an unknown kind of step: {step!r}.")
 
 
 def as_python(operator: ControlOperator) -> Callable[..., Any]:
-    """Return a function that does on real tensors what ``operator`` does."""
-    if operator.name() == "flex_attention":  # whose arguments dynamo knows in another form
+    """Return a Python function that has the effect of ``operator`` on real tensors."""
+    if operator.name() == "flex_attention":  # dynamo expects its arguments in another form
         return operator
     known: dict[str, Callable[..., Any]] = {"cond": _cond, "while_loop": _while_loop, "scan": _scan}
     return known.get(operator.name(), functools.partial(_compiled, operator))
@@ -154,22 +156,23 @@ def _scan(
 
 
 def _compiled(operator: ControlOperator, *args: Any, **kwargs: Any) -> Any:
-    """Call an operator as torch does: compiled, so that tensors in closures of its functions are arguments, too."""
+    """Call an operator inside ``torch.compile``, as torch does, so that tensors in closures of its functions become arguments."""
     return torch.compile(lambda *args: operator(*args, **kwargs), backend="eager", fullgraph=True)(*args)
 
 
+# Replacements for calls that need a value, in error messages after "Instead, use".
 _BRANCH = "`torch.where(condition, a, b)`"
-_NUMBER = "the tensor itself: arithmetic, comparisons and indexing take it, and `torch.where` chooses by it"
-_SHOWN = "`.save()`, and show the value behind the block"
-_OUTSIDE = "torch functions, or `.save()` and the other library behind the block"
+_NUMBER = "the tensor itself: arithmetic, comparisons, indexing and `torch.where` accept it"
+_SHOWN = "`.save()`, and show the value after the block"
+_OUTSIDE = "torch functions, or `.save()` and the other library after the block"
 _SELECT = "a result of a fixed size: `torch.where(mask, x, 0)`, `masked_fill`, `topk`"
 _COMPARED = "`(a == b).all()` or `torch.isclose(a, b).all()`, which stay tensors"
-_AFTERWARDS = "`.save()`, and do this behind the block"
+_AFTERWARDS = "`.save()`, and do this after the block"
 
-#: What is called on a tensor before its gradient is asked for, or on a loss.
+#: Names of calls that start or prepare a backward pass.
 ABOUT_BACKWARD = frozenset("backward grad register_hook retain_grad requires_grad_ grad_fn computed".split())
 
-#: What does the same without a value, by the name of what needs one.
+#: The replacement for each call that needs a value, by its name.
 _INSTEAD = {
     **dict.fromkeys(("__bool__", "is_nonzero", "__contains__"), _BRANCH),
     **dict.fromkeys("__int__ __float__ __complex__ __index__ item tolist".split(), _NUMBER),
@@ -181,16 +184,16 @@ _INSTEAD = {
     **dict.fromkeys(ABOUT_BACKWARD, "`with loss.backward():`"),
 }
 
-#: Functions behind methods: operators that come from inside a transform of ``torch.func``, and what a backward pass begins with.
+#: The user's name for internal functions: an operator that ``torch.func`` makes of ``item``, and the first call of a backward pass.
 _METHODS = {"_local_scalar_dense": "item", "computed": "backward"}
 
 
 def name_of(function: Any) -> str:
-    """Return how a user calls ``function``."""
+    """Return the name under which a user calls ``function``."""
     name = str(getattr(function, "__name__", None) or getattr(function, "name", function)).partition(".")[0]
     return _METHODS.get(name, name)
 
 
 def instead_of(name: str) -> str:
-    """Return what to write in place of a call of ``name`` that needs a value."""
+    """Return the text that names a replacement for a call of ``name``, which needs a value."""
     return _INSTEAD.get(name, f"tensor operations such as `torch.where`, or {_AFTERWARDS}")

@@ -1,11 +1,11 @@
-"""Lazy tensors: what a block holds while its operations are being recorded.
+"""Lazy tensors: the tensors that a block gets while its operations are recorded.
 
-A :class:`LazyTensor` knows its fake (sizes, dtype and device are real Python values) and which value of the program it is. When the
-compiled graph has run, the object itself *becomes* the real tensor, by ``torch.utils.swap_tensors``: wherever the
-user has put it, in a list, a dict or an object, there is then an ordinary ``torch.Tensor``.
+A :class:`LazyTensor` has a fake tensor, whose sizes, dtype and device are real Python values, and the number of a value of the program.
+When the compiled graph has run, the object itself *becomes* the real tensor, by ``torch.utils.swap_tensors``. So wherever the user has
+stored it, in a list, a dict or an object, there is then an ordinary ``torch.Tensor``.
 
-Torch calls of a block reach the recording as the user writes them, through ``__torch_function__``. The transforms of ``torch.func``
-and ``torch.vmap`` take a call apart in C++; the ATen operators that result reach it through ``__torch_dispatch__``.
+The recording sees the torch calls of a block as the user writes them, through ``__torch_function__``. The transforms of ``torch.func``
+and ``torch.vmap`` decompose a call in C++. The recording sees the resulting ATen operators, through ``__torch_dispatch__``.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class LazyTensor(torch.Tensor):
     """A tensor whose value is not computed yet.
 
     Attributes:
-        _index: Number of the program's value it stands for.
+        _index: Number of its value in the program.
         _fake: Fake tensor with its metadata.
         _recording: The recording it belongs to.
-        _real: What it stands for, where a transform of torch still holds on to the lazy tensor itself.
+        _real: The computed tensor, if the object could not become it because torch still refers to the lazy form.
     """
 
     _index: int
@@ -40,7 +40,7 @@ class LazyTensor(torch.Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Let the recording of the first lazy argument handle the call; its mode is not active here."""
+        """Let the recording of the first lazy argument handle the call. Called where the mode of that recording is not active."""
         for argument in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(argument, LazyTensor):
                 recording = argument._recording
@@ -53,24 +53,24 @@ class LazyTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Record an operator that torch has made of a call."""
+        """Record an operator that a transform has made from a call."""
         for argument in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(argument, LazyTensor):
                 return argument._recording.call_operator(function, args, kwargs or {})
         return NotImplemented
 
 
-#: To the user it is a tensor, also in the messages of TypeErrors.
+#: So that messages of TypeErrors name the type that the user expects.
 LazyTensor.__name__ = LazyTensor.__qualname__ = "Tensor"
 
 
-#: Attributes of a lazy tensor.
-_OWN = frozenset({"_index", "_fake", "_recording", "_real"})
+#: Attributes that a real tensor does not inherit from its lazy tensor.
+_ATTRIBUTES = frozenset({"_index", "_fake", "_recording", "_real"})
 
 
 def make_lazy(index: int, fake: torch.Tensor, recording: Any) -> LazyTensor:
     """Return a lazy tensor for value ``index`` of ``recording``."""
-    with torch._C.DisableTorchFunction():  # the active recording is not asked either
+    with torch._C.DisableTorchFunction():  # the active recording must not intercept this
         lazy = torch.Tensor._make_wrapper_subclass(
             LazyTensor, fake.shape, strides=fake.stride(), dtype=fake.dtype, device=fake.device
         )
@@ -79,30 +79,30 @@ def make_lazy(index: int, fake: torch.Tensor, recording: Any) -> LazyTensor:
 
 
 def become(lazy: LazyTensor, real: torch.Tensor) -> bool:
-    """Turn ``lazy`` into ``real``, which must not be used by the caller afterwards.
+    """Turn ``lazy`` into ``real``, which the caller must not use afterwards.
 
     Returns:
-        Whether that was possible. Else something that torch keeps refers to the lazy tensor, which then has ``real`` inside.
+        Whether that was possible. It is not while a torch transform refers to the lazy tensor, which then keeps ``real`` as an attribute.
     """
     with torch._C.DisableTorchFunction():
         attributes, lazy.__dict__ = lazy.__dict__, {}
-        for share in (False, True):  # if something else refers to the real tensor: share its memory and its gradient
+        for share in (False, True):  # a real tensor that something else refers to cannot be swapped; a view of it can
             with contextlib.suppress(RuntimeError):
                 torch.utils.swap_tensors(lazy, real.view_as(real) if share else real)
                 if share and real.requires_grad:
                     gradients.stand_for(lazy, real)
-                if len(attributes) > len(_OWN):  # what the block has set on the tensor stays on it
-                    lazy.__dict__.update({name: value for name, value in attributes.items() if name not in _OWN})
+                if len(attributes) > len(_ATTRIBUTES):  # keep the attributes that the block has set
+                    lazy.__dict__.update({name: value for name, value in attributes.items() if name not in _ATTRIBUTES})
                 return True
         lazy.__dict__ = {**attributes, "_real": real}
         return False
 
 
 def is_filled(tensor: Any) -> bool:
-    """Whether this is a lazy tensor that has a value and has not become it."""
+    """Whether this is a lazy tensor that is computed but could not become the real tensor."""
     return isinstance(tensor, LazyTensor) and tensor._real is not None
 
 
 def real_of(tensor: Any) -> Any:
-    """Return what a lazy tensor stands for, if it is known, and anything else as it is."""
+    """Return the real tensor of a filled lazy tensor; any other object is returned unchanged."""
     return tensor._real if is_filled(tensor) else tensor

@@ -1,14 +1,14 @@
-"""Numbers of a program: what makes a block with a changed number the same program.
+"""Numbers of a program: how runs with different Python numbers share one program.
 
-A Python number in a call (``h[:, i]``, ``clamp(h, max=m)``) is a constant of the program when it is first seen: most never change,
-and a constant gives the best code. When the same call comes with another number at the same place, the number
-becomes a :class:`~nnsight.fx.block_events.Number`, an input of the spliced graph. The sizes of a tensor from outside are treated alike.
+A Python number in a call (``h[:, i]``, ``clamp(h, max=m)``) is a constant of the program when it is first seen: most numbers never
+change, and constants give the best code. If a later run makes the same call with another number, the number is *lifted*: it becomes a
+:class:`~nnsight.fx.block_events.Number`, an input of the spliced graph. The sizes of a tensor from outside are treated in the same way.
 
-Calls that differ in numbers alone form a :class:`Family`. The state that a number led to knows its *twin*, the state that the constant
-led to, and uses its families: a loop that changes several numbers at once learns all of them in one trace.
+Calls that differ only in numbers form a :class:`Family`. The state after a lifted call refers to its *twin*, the state after the call
+with the constant, and reuses the families of the twin. So a loop that changes several numbers at once lifts all of them in one trace.
 
-What a backend assumes about a number (its sign, that an index is in range, its value where it is a dimension) becomes a guard of the
-lowering, see :mod:`~nnsight.fx.lowering.lowering`. A call whose result has another structure under another number, such as ``chunk(n)``,
+The assumptions of a backend about a number (its sign, that an index is in range, its value where it is a dimension) become guards of the
+lowering, see :mod:`~nnsight.fx.lowering.lowering`. If the structure of a result depends on a number, as for ``chunk(n)``, the call
 keeps its constants.
 """
 
@@ -21,24 +21,24 @@ import torch
 
 from ..block_events import Call, Constant, Declare, Event, Family, Nest, Number, Outcome, State
 
-#: Functions in which a float decides about a shape, which is looked up by integers alone.
+#: Functions in which a float may determine a shape. Results are looked up by integers, so these floats stay constants.
 _SHAPED_BY_FLOATS = frozenset("interpolate upsample upsample_bilinear upsample_nearest arange range".split())
 
 
 class Hole(NamedTuple):
-    """Stands for any number of a kind, in the form that the calls of a family share."""
+    """The placeholder for a number of type ``kind`` in the form that all calls of a family share."""
 
     kind: type
     tag: str = "hole"
 
 
 class Lifted(NamedTuple):
-    """An event as a program has it.
+    """An event after its varying constants have been lifted.
 
     Attributes:
         event: The event, with a ``Number`` in place of each constant that varies.
-        values: What those numbers are now.
-        like: The event of its family that was seen first, with all its constants.
+        values: The values of these numbers in this run.
+        like: The first event of its family, with all its constants.
     """
 
     event: Event
@@ -47,7 +47,7 @@ class Lifted(NamedTuple):
 
 
 def lift(state: State, event: Event, count: int) -> Lifted:
-    """Return an event with constants as the program at ``state``, which has ``count`` numbers so far, has it."""
+    """Lift the varying constants of ``event``, which follows ``state`` in a program with ``count`` numbers so far."""
     constant = Lifted(event, (), event)
     if event in state.edges:
         return constant
@@ -85,13 +85,13 @@ def lift(state: State, event: Event, count: int) -> Lifted:
 
 
 def keep_constant(state: State, event: Event) -> None:
-    """Let calls of this form at ``state`` keep their constants: their numbers decide what the program is."""
+    """Never lift numbers in calls of this form at ``state``: the structure of their results depends on the numbers."""
     form = _replaced(event, lambda kind, value: Hole(kind))
     state.families[form].varying = None
 
 
 def twin_of(state: State, event: Event, like: Event) -> State | None:
-    """Return the state that an earlier run reached from ``state`` by the same event with constants."""
+    """Return the state that an earlier run reached by ``like``, the form of ``event`` with constants; ``None`` if there is none."""
     found = None if like is event else state.edges.get(like)
     if found is None and state.twin is not None:
         found = state.twin.edges.get(like)
@@ -99,13 +99,13 @@ def twin_of(state: State, event: Event, like: Event) -> State | None:
 
 
 def same_structure(one: Outcome, other: Outcome) -> bool:
-    """Whether two results of a call are the same to a program: as many tensors, in the same places."""
+    """Whether two results of a call have the same tensors in the same places, so that one program serves both."""
     names = ("structure", "leaves", "paths", "requires_grad", "gains_grad")
     return all(getattr(one, name) == getattr(other, name) for name in names)
 
 
 def _replaced(event: Event, replace: Callable[[type, Any], Any]) -> Any:
-    """Return ``event`` with ``replace(kind, value)`` in place of each number in it, in order."""
+    """Return ``event`` with ``replace(kind, value)`` in place of each of its numbers, called in order."""
 
     def inside(item: Any) -> Any:
         if isinstance(item, Constant):
@@ -134,9 +134,9 @@ def floats_as_tensors(
     as_tensor: Callable[[float, torch.dtype], Any],
     plain: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the function ``name`` of torch with ``as_tensor(float, dtype)`` for floats where that has the same result.
+    """Return the arguments of the torch function ``name``, with floats replaced by ``as_tensor(float, dtype)`` if the result is the same.
 
-    ``plain`` returns a tensor whose dtype and dimensions can be read.
+    ``plain`` returns, for a tensor argument, a tensor whose dtype and dimensions can be read.
     """
     given = (*args, *kwargs.values())
     if not any(isinstance(argument, float) for argument in given):

@@ -1,15 +1,15 @@
-"""Functions of a block whose calls torch would keep from a recording.
+"""Makes two kinds of functions visible to a recording: compiled functions and ``torch.autograd.Function``.
 
-``__torch_function__`` does not see what two kinds of functions do with a lazy tensor:
+``__torch_function__`` does not see the calls that these functions make on a lazy tensor:
 
-* A function that the user has compiled with ``torch.compile``: dynamo would trace it with the lazy tensor. It runs as Python
-  instead, so that its calls become part of the graph.
-* A ``torch.autograd.Function``: torch runs its ``forward`` in C++, and to autograd it is one call with a gradient of its own. Since
-  torch 2.14 ``apply`` itself is C++, and user code may hold it. But for each call it asks the class for ``_backward_cls``, then for
-  ``forward``, then for ``setup_context``.
+* Dynamo would trace a function that the user has compiled with ``torch.compile``. It runs as Python instead, so that its calls become
+  part of the graph.
+* Torch calls the ``forward`` of a ``torch.autograd.Function`` from C++. To autograd, the function is one operation with its own
+  ``backward``. Since torch 2.14, ``apply`` itself is C++, so it cannot be replaced where user code refers to it. But each call of it
+  reads three attributes of the class: ``_backward_cls``, ``forward`` and ``setup_context``, in this order.
 
-Torch has no public hook for either that is limited to a thread. So dynamo's choice of a callback and the look-up of attributes of these
-classes are replaced, for all threads, while any recording is active (:data:`shown`). Calls outside of a recording go on as they would.
+For neither does torch have a public hook for a single thread. So while any recording is active (:data:`shown`), dynamo's choice of a
+callback and the attribute look-up of these classes are replaced for all threads. Calls outside of a recording are not affected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _replace() -> Any:
     chosen = eval_frame._callback_from_stance
 
     def callback_from_stance(callback: Any) -> Any:
-        """Return what dynamo is to do with the frames of a compiled function: ``None`` for nothing."""
+        """Return dynamo's callback for the frames of a compiled function; ``None`` runs them as Python."""
         if callback in (None, False) or not _is_recording():
             return chosen(callback)
         set_counted_frames(-1)
@@ -51,7 +51,7 @@ def _put_back(chosen: Any) -> None:
     del _FunctionMeta.__getattribute__
 
 
-#: Entered by each recording while it is active.
+#: The change that makes both kinds visible; each recording enters it while it is active.
 shown = SharedChange(_replace, _put_back)
 
 
@@ -62,12 +62,12 @@ def _is_recording() -> bool:
 
 
 def _attribute(cls: Any, name: str) -> Any:
-    """Look up an attribute of a ``torch.autograd.Function``; if torch asks for it in a call, one that the recording sees."""
+    """Look up an attribute of a ``torch.autograd.Function``. Inside ``apply``, return a replacement that the recording can see."""
     found = type.__getattribute__(cls, name)
     if name not in ("_backward_cls", "setup_context", "forward"):
         return found
     caller = sys._getframe(1)
-    place = (id(cls), id(caller), caller.f_lasti)  # C++ asks for all in one instruction of Python
+    place = (id(cls), id(caller), caller.f_lasti)  # the C++ code reads all attributes within one Python instruction
     if name == "_backward_cls":
         _calls.last = None
         if torch._C._len_torch_function_stack():
@@ -89,14 +89,14 @@ def _attribute(cls: Any, name: str) -> Any:
 
 @dataclasses.dataclass(slots=True)
 class _Call:
-    """A call of ``Function.apply`` in C++, which switches gradients off before it asks for ``forward``."""
+    """A call of ``Function.apply``. Its C++ code disables gradients before it reads ``forward``, so ``grad_enabled`` is kept here."""
 
     place: tuple[int, int, int]
     grad_enabled: bool
     is_recorded: bool = False
 
     def run(self, cls: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run ``forward``, or have the recording of a lazy argument apply the function."""
+        """Let the recording of the first lazy argument apply the function; run ``forward`` if it does not, or if there is none."""
         _calls.last = None
         given = args[1:] if cls.setup_context is _base_setup_context else args
         recording = next((argument._recording for argument in given if isinstance(argument, LazyTensor)), None)
@@ -105,23 +105,23 @@ class _Call:
                 self.is_recorded, result = recording.apply(cls.apply, given, kwargs)
                 if self.is_recorded:
                     _calls.last = self
-                    return tuple(map(_kept, result)) if isinstance(result, tuple) else _kept(result)
+                    return tuple(map(_with_gradient, result)) if isinstance(result, tuple) else _with_gradient(result)
         return forward(*args, **kwargs)
 
 
 def _no_context(ctx: Any, inputs: Any, output: Any) -> None:
-    """Stand for ``setup_context`` once the recording has applied the function."""
+    """Replaces ``setup_context`` after the recording has applied the function."""
 
 
-def _kept(result: Any) -> Any:
-    """Return a tensor from which C++, which saw no gradients, does not take its gradient: a view."""
+def _with_gradient(result: Any) -> Any:
+    """Return a view of a tensor that requires a gradient: the C++ code would detach the tensor itself, because it saw no gradients."""
     if isinstance(result, torch.Tensor) and result.requires_grad and not result._is_view():
         return result.view_as(result)
     return result
 
 
-#: In each thread: the call of which C++ has asked last.
+#: For each thread, the call whose attributes were read last.
 _calls = threading.local()
 
 for _function in (_attribute, _Call.run):
-    skip_code(_function.__code__)  # between two graphs of compiled code, dynamo does not compile torch's own `apply` either
+    skip_code(_function.__code__)  # dynamo must not compile them where compiled code runs `apply` between two graphs

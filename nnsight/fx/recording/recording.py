@@ -1,13 +1,13 @@
-"""Recording: a block runs against lazy tensors and leaves a program behind.
+"""Recording: a block runs with lazy tensors, and its torch calls become a program.
 
-One :class:`Recording` is one run over one captured graph. It walks the graph's taps in order and offers lazy values to the
-interleaver, exactly as the eager driver offers real ones. A ``TorchFunctionMode`` sees every torch call of the block:
+One :class:`Recording` is one run over one captured graph. It walks the taps of the graph in order and offers lazy values to the
+interleaver, in the same way as the eager driver offers real ones. A ``TorchFunctionMode`` sees every torch call of the block:
 
 * A call on lazy tensors becomes an event of the program. Its result is computed on fakes, so a mistake in shapes raises at the user's line.
 * A call on tensors from outside runs at once. Its result is an *external*, an input of the spliced graph.
 * A call on a tensor from outside that the program already uses is recorded, which keeps reads and in-place edits in order.
-* A call that needs a concrete value cuts the graph: the part up to here is lowered and run, all lazy tensors become real, and the call
-  is made on them. The rest of the graph is the next piece.
+* A call that needs a concrete value cuts the graph: the part up to the current tap is lowered and run, all lazy tensors become real, and
+  the call is made on them. The rest of the graph is the next piece.
 
 Each event is first looked up among the programs known for the graph (:class:`~nnsight.fx.block_events.State`). A run that follows a
 known program computes no fakes and makes no nodes.
@@ -47,7 +47,7 @@ class Recording(PieceRunner):
     """One run of the active blocks over a captured graph."""
 
     def walk(self) -> list[Any]:
-        """Run the blocks over the graph and then the graph; return the graph's outputs, or stand-ins if nobody sees them."""
+        """Run the blocks over the taps, and then the graph. Returns the outputs of the graph, or stand-ins if nobody sees them."""
         run = self.run
         self.report.graphs += 1
         before = run.check_replacement, run.check_skip, run.check_location
@@ -70,15 +70,15 @@ class Recording(PieceRunner):
             outputs = self.finish()
         except EarlyStopException:
             self.settle_end()
-            if self.tap is not None:  # compute what the blocks have seen, and nothing behind it
+            if self.tap is not None:  # compute the values that the blocks have read, and nothing after them
                 self._run_piece(self.graph.order[self.tap.node], [])
             raise
         except BaseException as error:
-            if error is run.failure:  # one of a block: the others end while what they hold can still be computed
+            if error is run.failure:  # a block failed: end the others while their tensors can still be computed
                 with shown, self.modes.of_a_block(), self:
                     run.end_blocks()
             if isinstance(error, Exception):
-                self._compute_what_is_held()
+                self._compute_live_tensors()
             self._abandon()
             raise
         finally:
@@ -89,7 +89,7 @@ class Recording(PieceRunner):
         return outputs
 
     def _next_stop(self, start: int) -> Tap | None:
-        """Return the first tap from number ``start`` on where a block waits, and count those before it; ``None`` if there is none."""
+        """Return the first tap from number ``start`` on at which a block waits, or ``None``; count the occurrences before it."""
         run, counts, passed = self.run, self.run.counts, self.graph.passed
         waited, steps = run.waited.keys(), run.awaited_steps
         while True:
@@ -118,22 +118,22 @@ class Recording(PieceRunner):
         if switched is None or not switched.entered:
             changed = self.run.handle(tap.location, value)
         else:
-            with switched.autocast():  # the block is called from inside, as it is in the eager model
+            with switched.autocast():  # in the eager model, the block runs inside the model's autocast
                 self.modes_at_tap = Modes.now()
                 changed = self.run.handle(tap.location, value)
             self.modes_at_tap = None
-        if changed is not value or not tap.is_single:  # a container may have been filled anew
+        if changed is not value or not tap.is_single:  # a block may have assigned items of a container
             self._write(tap, leaves, changed)
 
     def _watch_edits(self, position: int) -> None:
-        """Record calls on those inputs of the piece that the model edits before node number ``position``: they have to see the edits."""
+        """Record all later calls on inputs that the model edits before node number ``position``, because they have to see the edits."""
         while self._next_edit is not None and self._next_edit[0] < position:
             _, inputs = self._next_edit
             self.used += [self.inputs[index] for index in inputs]
             self._next_edit = next(self._edits, None)
 
     def _skip(self, tap: Tap) -> int:
-        """Leave out the module whose input ``tap`` marks, if a block wants so; return the number of the next tap."""
+        """Skip the module whose input is at ``tap``, if a block requests it. Returns the number of the next tap, or 0 without a request."""
         asked = self.run.take_skip(tap.location)
         if not asked:
             return 0
@@ -146,13 +146,13 @@ class Recording(PieceRunner):
         return until.index
 
     def _check_skip(self, path: str, value: Any) -> None:
-        """Refuse, at the user's line, what cannot stand for the output of a skipped module; values of invokes are joined first."""
-        current, tap = self.run.current, self.tap
+        """Raise, at the user's line, if ``value`` cannot replace the output of a skipped module."""
+        current, tap = self.run.current, self.tap  # values of invokes are checked in `_skip`, after they are joined
         if current is not None and current.batch_group is None and tap is not None and tap.location == f"{path}.input":
             self._check_return(tap, value)
 
     def _check_return(self, tap: Tap, value: Any) -> tuple[Tap, list[Any]]:
-        """Return the output of the module whose input ``tap`` marks, and its leaves; raise if ``value`` cannot stand for it."""
+        """Return the output tap of the module whose input is at ``tap``, and its leaves; raise if ``value`` cannot replace the output."""
         path = tap.location.removesuffix(".input")
         until = next((other for other in self.graph.taps[tap.index + 1 :] if other.location == f"{path}.output"), None)
         if until is None:
@@ -184,7 +184,7 @@ class Recording(PieceRunner):
                 self.value_of[reference] = len(self.fakes) - 1
                 reference = ValueNumber(len(self.fakes) - 1)
             references.append(reference)
-        state = self.step(Visit(tap.index, tuple(fresh)))  # also without new tensors: where a call stands is part of the program
+        state = self.step(Visit(tap.index, tuple(fresh)))  # also without new tensors, because the taps of calls are part of the program
         if state.wanting is None:
             before = len(self.requires_grad)
             self.requires_grad += [node.meta["example_value"].requires_grad for node in nodes]  # as captured, until it is known
@@ -199,7 +199,7 @@ class Recording(PieceRunner):
         ]
 
     def _defer(self, tap: Tap, leaves: list[Any]) -> None:
-        """Put stand-ins for objects into the output of the whole model, unless invokes see rows of their own of it."""
+        """Put deferred outputs into the output of the whole model, in place of objects, unless invokes see only their own rows."""
         run = self.run
         if run.deferred_outputs is None or not is_of_root(tap.location) or not any(isinstance(leaf, Opaque) for leaf in leaves):
             return
@@ -211,7 +211,7 @@ class Recording(PieceRunner):
             ]
 
     def _check_location(self, location: str) -> None:
-        """Refuse, at the user's line, a request for an operation that the graph was captured without."""
+        """Raise, at the user's line, if the requested operation is not in the captured graph."""
         function, known = location.rpartition(".source.")[0], self.graph.locations
         if not function or location in known:
             return
@@ -220,14 +220,14 @@ class Recording(PieceRunner):
             raise MissedProviderError(uncaptured_message(location))
 
     def _check_replacement(self, location: str, old: Any, new: Any) -> None:
-        """Refuse, at the user's line, a replacement that the captured graph cannot continue with."""
+        """Raise, at the user's line, if the captured graph cannot continue with a replacement."""
         tap = self.tap
         if tap is None or tap.location != location:
             return
         self._check_leaves(tap, flatten(old)[0], new)
 
     def _check_leaves(self, tap: Tap, old_leaves: list[Any], new: Any) -> None:
-        """Raise if ``new`` cannot stand for the value of ``tap``, whose leaves are (or are like) ``old_leaves``."""
+        """Raise if ``new`` cannot replace the value of ``tap``, whose leaves have the metadata of ``old_leaves``."""
         location = tap.location
         new_leaves, structure = flatten(new)
         if structure != tap.structure:
@@ -240,13 +240,18 @@ class Recording(PieceRunner):
                 if not isinstance(new_leaf, torch.Tensor):
                     raise TypeError(
                         f"The replacement of `{location}` has a {type(new_leaf).__name__} where the model has a tensor, and the captured "
-                        "graph goes on with one. Use `trace(..., compile=False)` if the model takes it."
+                        "graph needs a tensor there. Use `trace(..., compile=False)` if the model accepts the replacement."
+                    )
+                if new_leaf.layout is not torch.strided:
+                    raise TypeError(
+                        f"The replacement of `{location}` has the layout {new_leaf.layout}, which the captured graph cannot contain. Use "
+                        "`.to_dense()`, or `trace(..., compile=False)` if the model accepts the layout."
                     )
                 shape, expected = tuple(new_leaf.shape), tuple(old_leaf.shape)
                 if shape != expected:
                     raise ReplacementShapeError(
                         f"{replacement_message(location, shape, expected)} The captured graph is for that shape. Use "
-                        "`trace(..., compile=False)` if the model takes another."
+                        "`trace(..., compile=False)` if the model accepts another."
                     )
             elif type(old_leaf) is not type(new_leaf) or old_leaf != new_leaf:
                 raise ValueError(
@@ -255,8 +260,8 @@ class Recording(PieceRunner):
                 )
         if self.graph.compares_tensors and location.endswith(".input") and _separates(old_leaves, new_leaves):
             raise ValueError(
-                f"The replacement of `{location}` changes one of several arguments that are the same tensor, and the captured graph "
-                "is what the model does if they are (attention, for example, projects them together). Replace all of them, or use "
+                f"The replacement of `{location}` changes one of several arguments that are the same tensor, but the captured graph "
+                "is only valid while they are the same (attention, for example, projects them together). Replace all of them, or use "
                 "`trace(..., compile=False)` for this edit."
             )
 
@@ -266,7 +271,7 @@ class Recording(PieceRunner):
         if all(map(operator.is_, leaves, new_leaves)) and len(leaves) == len(new_leaves):
             return
         value = unflatten(leaves, tap.structure)
-        self._check_replacement(tap.location, value, changed)  # also what was assigned inside a dict or a list
+        self._check_replacement(tap.location, value, changed)  # items assigned inside a dict or a list are not checked before
         self._compare(leaves, new_leaves)
         for number, (old, new) in enumerate(zip(leaves, new_leaves, strict=True)):
             if old is not new and isinstance(new, torch.Tensor):
@@ -275,21 +280,21 @@ class Recording(PieceRunner):
                 self.writes[tap.index, number] = reference
 
     def _compare(self, leaves: Sequence[Any], new_leaves: Sequence[Any]) -> None:
-        """Note whether replacements differ from what they replace in their values only."""
+        """Note whether a replacement has other metadata than the replaced leaf, and whether it has other strides."""
         pairs = [(old, new) for old, new in zip(leaves, new_leaves, strict=True) if new is not old]
         self.as_captured = self.as_captured and all(_is_like(new, old) for old, new in pairs)
         self.relaid = self.relaid or any(_stride_of(new) != _stride_of(old) for old, new in pairs)
 
 
 def _separates(old: Sequence[Any], new: Sequence[Any]) -> bool:
-    """Whether tensors among ``old`` that are one object have different objects in their places in ``new``."""
+    """Whether tensors that are one object in ``old`` are different objects in ``new``."""
     now: dict[int, Any] = {}
     pairs = ((one, other) for one, other in zip(old, new, strict=True) if isinstance(one, torch.Tensor))
     return any(now.setdefault(id(one), other) is not other for one, other in pairs)
 
 
 def _is_like(new: Any, old: Any) -> bool:
-    """Whether two tensors differ in their values at most; other leaves are known to be equal."""
+    """Whether two tensors have the same metadata. Other leaves are known to be equal."""
     if not isinstance(old, torch.Tensor):
         return True
     one, other = (leaf._fake if isinstance(leaf, LazyTensor) else leaf for leaf in (new, old))
@@ -300,5 +305,3 @@ def _is_like(new: Any, old: Any) -> bool:
 def _stride_of(value: Any) -> tuple[int, ...] | None:
     tensor = value._fake if isinstance(value, LazyTensor) else value
     return tensor.stride() if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided else None
-
-

@@ -1,1 +1,1 @@
-"""Replay: a block whose effects follow from what it reads is not run again; its effects are computed from what it reads now."""
+"""Replay: computes the effects of a block from the objects that it reads, without running its Python."""

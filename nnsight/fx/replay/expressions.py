@@ -1,4 +1,4 @@
-"""Expressions of a block, or of a function that it calls."""
+"""Abstract values of expressions: operators, tests, containers and comprehensions."""
 
 from __future__ import annotations
 
@@ -8,15 +8,20 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .names import VALUE, Held, Items, Known, Method, Names, Outside, either, is_known_constant, truth_of
+import torch
+
+from .names import VALUE, Concrete, Container, Items, Method, Names, OutsideObject, is_known_constant, join, truth_of
 
 _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
 
-#: Numbers beyond this are not computed with in a proof.
+#: The analysis computes only with numbers whose absolute value is less.
 _LARGE = 2**31
+
+#: Types of constants that have a single object for each value.
+_SINGLETONS = (bool, type(None), type(...), torch.dtype, torch.layout, torch.memory_format)
 
 _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
@@ -25,12 +30,12 @@ _COMPARISONS: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 
 
 class Expressions(Names):
-    """Evaluates expressions, see :class:`~.names.Names`."""
+    """Evaluates expressions, except for names, attributes and items (:class:`~.names.Names`) and calls."""
 
     # -- values ----------------------------------------------------------------------------------------------------
 
     def several(self, nodes: Sequence[ast.expr]) -> list[Any]:
-        """Return the abstract values of elements or arguments; what a star takes apart must have known items."""
+        """Return the abstract values of elements or arguments. Fails for a starred value with unknown items."""
         found: list[Any] = []
         for node in nodes:
             if isinstance(node, ast.Starred):
@@ -54,10 +59,10 @@ class Expressions(Names):
         return VALUE
 
     def _Slice(self, node: ast.Slice) -> Any:  # noqa: N802
-        parts = [Known(None) if part is None else self.value(part) for part in (node.lower, node.upper, node.step)]
+        parts = [Concrete(None) if part is None else self.value(part) for part in (node.lower, node.upper, node.step)]
         for part in parts:
             self.check_operand(part, node)
-        return Known(slice(*(part.value for part in parts))) if all(map(is_known_constant, parts)) else VALUE
+        return Concrete(slice(*(part.value for part in parts))) if all(map(is_known_constant, parts)) else VALUE
 
     def _computed(self, node: ast.expr) -> Any:
         for child in ast.iter_child_nodes(node):
@@ -71,45 +76,47 @@ class Expressions(Names):
         return self.computed(node.op, self.value(node.left), self.value(node.right), node)
 
     def computed(self, operation: ast.operator, one: Any, other: Any, node: ast.AST) -> Any:
-        """Return the abstract value of what an operator makes of two values; that of two known numbers is known."""
+        """Return the abstract result of an operator with two operands. The result of two known numbers is a known number."""
         for each in (one, other):
             self.check_operand(each, node)
-            if isinstance(each, Items):  # becomes part of a tuple whose items are not known
+            if isinstance(each, Items):  # the result is a `VALUE`, so the items must be storable
                 self.check_storable(each.items, node)
         compute = _ARITHMETIC.get(type(operation))
-        numbers = [each.value for each in (one, other) if isinstance(each, Known) and type(each.value) in (bool, int, float)]
+        numbers = [each.value for each in (one, other) if isinstance(each, Concrete) and type(each.value) in (bool, int, float)]
         if compute is None or len(numbers) < 2 or not all(-_LARGE < number < _LARGE for number in numbers):
             return VALUE
         try:
-            return Known(compute(*numbers))
-        except ZeroDivisionError:  # the block will raise it
+            return Concrete(compute(*numbers))
+        except ZeroDivisionError:  # the block will raise it, too
             return VALUE
 
     def _UnaryOp(self, node: ast.UnaryOp) -> Any:  # noqa: N802
         value = self.value(node.operand)
         self.check_operand(value, node)
-        if isinstance(node.op, ast.USub) and isinstance(value, Known) and type(value.value) is int:
-            return Known(-value.value)
+        if isinstance(node.op, ast.USub) and isinstance(value, Concrete) and type(value.value) is int:
+            return Concrete(-value.value)
         truth = truth_of(value) if isinstance(node.op, ast.Not) else None
-        return VALUE if truth is None else Known(not truth)
+        return VALUE if truth is None else Concrete(not truth)
 
     def _Compare(self, node: ast.Compare) -> Any:  # noqa: N802
         values = [self.value(part) for part in (node.left, *node.comparators)]
         operation = node.ops[0]
         if all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
             for value in values:
-                if isinstance(value, Outside):
+                if isinstance(value, OutsideObject):
                     self.findings.add(value.path, "object")
             same = _are_same(values) if len(values) == 2 else None
-            return VALUE if same is None else Known(same is isinstance(operation, ast.Is))
+            if same is None and not all(map(_is_identified, values)):
+                return self.fail(node)
+            return VALUE if same is None else Concrete(same is isinstance(operation, ast.Is))
         if isinstance(operation, (ast.In, ast.NotIn)):
             values[1] = _compared(values[1])
         for value in values:
             self.check_operand(value, node)
         if len(values) == 2 and type(operation) in _COMPARISONS and all(map(_is_constant, values)):
             try:
-                return Known(_COMPARISONS[type(operation)](*map(_constant, values)))
-            except TypeError:  # the block will raise it
+                return Concrete(_COMPARISONS[type(operation)](*map(_constant, values)))
+            except TypeError:  # the block will raise it, too
                 return VALUE
         return VALUE
 
@@ -123,7 +130,7 @@ class Expressions(Names):
                 break
             if truth is not None and part is not node.values[-1]:
                 values.pop()
-        return functools.reduce(either, values) or self.fail(node)
+        return functools.reduce(join, values) or self.fail(node)
 
     def _IfExp(self, node: ast.IfExp) -> Any:  # noqa: N802
         test = self.value(node.test)
@@ -131,12 +138,12 @@ class Expressions(Names):
         truth = truth_of(test)
         if truth is not None:
             return self.value(node.body if truth else node.orelse)
-        return either(self.value(node.body), self.value(node.orelse)) or self.fail(node)
+        return join(self.value(node.body), self.value(node.orelse)) or self.fail(node)
 
-    # -- comprehensions and what they iterate over ---------------------------------------------------------------------
+    # -- comprehensions and the values that they iterate over ----------------------------------------------------------
 
     def comprehension(self, node: Any) -> Any:
-        """Return the abstract value of what a comprehension makes, if its items are made at once."""
+        """Return the abstract value of a comprehension, or of a generator expression that is consumed at once."""
         before, assignable = dict(self.values), self.assignable
         self.assignable = assignable | {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
         self._generate(node, node.generators)
@@ -163,32 +170,32 @@ class Expressions(Names):
                 self._generate(node, others)
 
     def iterated(self, node: ast.expr) -> Items | None:
-        """Return what a loop over an expression goes through, see :meth:`items`; ``enumerate`` and ``zip`` are looked into."""
+        """Return the items of a loop over an expression, see :meth:`items`, also through ``enumerate`` and ``zip``."""
         if isinstance(node, ast.List):
             return Items(tuple(self.several(node.elts)))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
             function = self.value(node.func)
             only_strict = all(word.arg == "strict" and isinstance(word.value, ast.Constant) for word in node.keywords)
-            if isinstance(function, Outside) and function.value in (enumerate, zip) and only_strict:
+            if isinstance(function, OutsideObject) and function.value in (enumerate, zip) and only_strict:
                 columns = [items.items for argument in node.args if (items := self.iterated(argument)) is not None]
                 if function.value is enumerate and len(node.args) == 1 and columns:
-                    columns.insert(0, tuple(map(Known, range(len(columns[0])))))
+                    columns.insert(0, tuple(map(Concrete, range(len(columns[0])))))
                 if len(columns) == len(node.args) + (function.value is enumerate):
                     self.findings.add(function.path, "object")
                     return Items(tuple(map(Items, zip(*columns, strict=False))))
         return self.items(self.value(node), node)
 
-    # -- what statements and calls add -------------------------------------------------------------------------------
+    # -- assignments, which a subclass implements --------------------------------------------------------------------
 
     def store(self, target: ast.expr, value: Any) -> None:
-        """Assign a value."""
+        """Assign an abstract value to a target."""
         raise NotImplementedError
 
 
 def _compared(container: Any) -> Any:
-    """Return the keys or items of a container from outside by themselves, if they are compared in a replay."""
-    if isinstance(container, Held) and (container.is_plain or type(container.value) is dict):
-        return Items(tuple(map(Known, container.value)))
+    """Return a container from outside as :class:`Items` of its keys or items, if guards compare them; else unchanged."""
+    if isinstance(container, Container) and (container.is_plain or type(container.value) is dict):
+        return Items(tuple(map(Concrete, container.value)))
     return container
 
 
@@ -200,10 +207,15 @@ def _constant(value: Any) -> Any:
     return tuple(map(_constant, value.items)) if isinstance(value, Items) else value.value
 
 
+def _is_identified(value: Any) -> bool:
+    """Whether guards compare the identity of a value: of containers they compare the items, and equal constants may be two objects."""
+    return type(value.value) in _SINGLETONS if is_known_constant(value) else not isinstance(value, Container)
+
+
 def _are_same(values: list[Any]) -> bool | None:
-    """Return whether two values are one object, if that is the same in each replay: one is ``None``, the other known."""
-    if not any(isinstance(value, Known) and value.value is None for value in values):
+    """Whether two values are the same object in each replay: known if one of them is ``None``; else the result is ``None``."""
+    if not any(isinstance(value, Concrete) and value.value is None for value in values):
         return None
-    if not all(isinstance(value, (Known, Held, Outside, Method, Items)) for value in values):
+    if not all(isinstance(value, (Concrete, Container, OutsideObject, Method, Items)) for value in values):
         return None
-    return all(isinstance(value, Known) and value.value is None for value in values)
+    return all(isinstance(value, Concrete) and value.value is None for value in values)

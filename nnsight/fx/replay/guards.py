@@ -1,26 +1,26 @@
-"""What a block reads from outside, and how a replay sees that it is as it was.
+"""Guards: the objects that a block reads from outside, and their comparison in a replay.
 
-The *guards* of a block are variables, and what is reached from them: attributes, and what a function that the block calls reads of
-its own globals, closure and defaults. A replay (:mod:`nnsight.fx.replay.replay`) compares them with what they were; which
-comparison is needed depends on the kind of object:
+The *guards* of a block are its variables from outside, and the objects reached from them: attributes, items, and the globals, closure
+variables and defaults of the functions that the block calls. A replay (:mod:`nnsight.fx.replay.replay`) compares each of them with the
+object of the recorded run. The comparison depends on the kind of object:
 
 ==============  =========================================================================================
 ``"tensor"``    type, shape, strides, dtype, device, and whether it requires a gradient; not its values
 ``"constant"``  numbers, strings, dtypes and tuples of them: equal, and of the same type
 ``"object"``    envoys, functions of torch, Python modules and instances: the same object
-``"function"``  a Python function that is followed: the same code, and as many defaults
-``"module"``    a module that is called: of the same class, with nothing around its ``forward``
-``"children"``  a container of modules: of the same class, with the same modules
+``"function"``  a Python function that is analysed: the same code, and as many defaults
+``"module"``    a module that is called: the same class, and no hooks or own ``forward``
+``"children"``  a container of modules: the same class, with the same modules
 ``"items"``     a list, tuple or dict of tensors and constants: each of its items
-``"members"``   a list, tuple or dict of anything: its keys, or its length; what is taken out of it is a guard of its own
-``"filled"``    a list that the block appends to, and does not look at: whether it is another one of these
+``"members"``   another list, tuple or dict: its keys, or its length; items that the block reads are guards
+``"filled"``    a list that the block appends to, but does not read: the same aliasing with the other such lists
 ==============  =========================================================================================
 
-A Python function may be another object each time, as one that is defined around the block is: what it does follows from its
-code, and from what it reads, which are guards, too.
+A Python function may be a new object in each run, for example if it is defined next to the block. Its effects follow from its code and
+from the objects that it reads, which are guards, too.
 
-A :class:`GuardPlan` reads the guards in each replay. It looks up what is on the way to several once, so one more guard costs about a
-microsecond.
+A :class:`GuardPlan` reads the guards in each replay. It looks up an object that leads to several guards only once, so one more guard costs
+about a microsecond.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from torch.nn.modules import module as torch_module
 
 from ...runtime.modules.interception import INTERCEPTED_CODE, INTERCEPTED_METHOD
 
-#: Longest container whose items are compared, and longest loop that is followed, one by one.
+#: Most items of a container that is compared item by item, and of a loop that is analysed item by item.
 LONGEST = 128
 
 _CONSTANT_TYPES = (
@@ -43,7 +43,7 @@ _CONSTANT_TYPES = (
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size,
 )
 
-#: Classes of tensors that have no methods of their own.
+#: Classes of tensors that override no operations.
 TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 _PLAIN_LOOKUP: frozenset[Any] = frozenset(
@@ -53,47 +53,47 @@ _PLAIN_LOOKUP: frozenset[Any] = frozenset(
 _CALL: Any = torch.nn.Module.__call__
 _CALL_IMPL: Any = torch.nn.Module._call_impl
 if _CALL.__code__.co_filename != torch_module.__file__ or _CALL_IMPL.__code__.co_filename != torch_module.__file__:
-    _CALL = None  # somebody has replaced them: no call of a module is known to be plain
+    _CALL = None  # another library has replaced them, so no call of a module is known to be plain
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _GLOBAL_HOOKS = tuple(getattr(torch_module, f"_global{name}") for name in _HOOKS)
 
-#: How modules are iterated over that only hold others.
+#: Containers of modules, and the methods with which they are iterated over and indexed.
 CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 _ITERATED: tuple[Any, ...] = (torch.nn.Sequential.__iter__, torch.nn.ModuleList.__iter__)
 _INDEXED: tuple[Any, ...] = tuple(kind.__getitem__ for kind in CONTAINERS)
 
 
 class GuardStep(NamedTuple):
-    """The way from an object to one that is reached from it: a key of :data:`WAYS`, and a name or a number."""
+    """One step of a path to an object: a key of :data:`LOOKUPS`, and the name, key or number to look up."""
 
     how: str
     what: Any
 
     def of(self, value: Any) -> Any:
-        """Return what is reached from ``value``.
+        """Return the object that this step reaches from ``value``.
 
         Raises:
-            LookupError: If there is nothing, or code would have to run to tell.
+            LookupError: If there is no such object, or the look-up would have to run user code.
         """
         try:
-            return WAYS[self.how](value, self.what)
+            return LOOKUPS[self.how](value, self.what)
         except (AttributeError, TypeError, ValueError) as error:
             raise LookupError(self.what) from error
 
 
 class GuardPath(NamedTuple):
-    """The way to something that a block reads from outside.
+    """The path to an object that a block reads from outside.
 
     Attributes:
-        start: A variable; or a module of the model, which stays the same as long as the model has the same modules.
-        steps: What is reached from it.
+        start: The name of a variable, or a module of the model. The version of the module tree is compared, so the module is the same.
+        steps: The look-ups that lead from there to the object.
     """
 
     start: str | weakref.ref[torch.nn.Module]
     steps: tuple[GuardStep, ...] = ()
 
     def to(self, how: str, what: Any) -> GuardPath:
-        """Return the way to what is one step further."""
+        """Return this path with one more step."""
         return GuardPath(self.start, (*self.steps, GuardStep(how, what)))
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ def look_up(value: Any, name: str) -> Any:
     """Return an attribute of an instance or a Python module without running any code of its class.
 
     Raises:
-        KeyError: If it is not simply stored there.
+        KeyError: If the attribute is not in the ``__dict__``, or in the parameters, buffers or children of a module.
     """
     kind = type(value)
     if kind.__getattribute__ not in _PLAIN_LOOKUP:
@@ -125,10 +125,10 @@ def look_up(value: Any, name: str) -> Any:
 
 
 def class_attribute(value: Any, name: str) -> Any:
-    """Return what the class of an instance has under a name, as it is there.
+    """Return an attribute of the class of an instance, as it is stored in the class.
 
     Raises:
-        KeyError: If there is nothing, or the instance has an attribute of that name.
+        KeyError: If there is no such attribute, or the instance has an attribute of this name.
     """
     kind = type(value)
     if kind.__getattribute__ not in _PLAIN_LOOKUP or name in getattr(value, "__dict__", ()):
@@ -154,7 +154,8 @@ def _global(function: Any, name: str) -> Any:
     return found[name] if name in found else function.__builtins__[name]
 
 
-WAYS: dict[str, Callable[[Any, Any], Any]] = {
+#: The kinds of steps in a path, as functions of an object and the name, key or number to look up.
+LOOKUPS: dict[str, Callable[[Any, Any], Any]] = {
     "attribute": look_up,
     "class": class_attribute,
     "item": _item,
@@ -166,7 +167,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def kind_of(value: Any) -> str | None:
-    """Return how ``value`` is compared in a replay, ``None`` if it cannot be."""
+    """Return the kind of comparison for ``value``; ``None`` if a replay cannot compare it."""
     if isinstance(value, torch.Tensor):
         return "tensor" if type(value) in TENSORS else None
     if is_constant(value):
@@ -194,7 +195,7 @@ def _can_be_referred_to(value: Any) -> bool:
 
 
 def is_called_plainly(module: torch.nn.Module) -> bool:
-    """Whether a call of a module is a call of the ``forward`` of its class, and nothing else."""
+    """Whether a call of a module only calls the ``forward`` of its class."""
     own, kind = module.__dict__, type(module)
     if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
         return False
@@ -206,19 +207,19 @@ def is_called_plainly(module: torch.nn.Module) -> bool:
 
 
 def _passes_on(call: Any) -> bool:
-    """Whether a call of a module is intercepted by runs, which let pass what a block calls."""
+    """Whether the intercepted calls around a module end in torch's own: calls that a block makes pass through them."""
     while isinstance(call, types.MethodType) and getattr(call.__func__, "__code__", None) is INTERCEPTED_CODE:
         call = call.__self__
     return getattr(call, "__func__", None) is _CALL_IMPL
 
 
 def has_global_hooks() -> bool:
-    """Whether there are hooks that each call of a module runs."""
+    """Whether there are global hooks, which each call of a module runs."""
     return any(_GLOBAL_HOOKS)
 
 
 def holds_modules(value: Any, indexed: bool = False) -> bool:
-    """Whether a value is a container of modules, iterated over, or indexed, as those of torch are."""
+    """Whether a value is a container of modules with torch's own iteration or, if ``indexed``, indexing."""
     if not isinstance(value, CONTAINERS):
         return False
     kind: Any = type(value)
@@ -226,7 +227,7 @@ def holds_modules(value: Any, indexed: bool = False) -> bool:
 
 
 def constant_key(value: Any) -> Any:
-    """Return what is equal for equal constants of equal types: ``1 == 1.0 == True``, ``0.0 == -0.0``."""
+    """Return a key that distinguishes constants of different types, and signed zeros, although ``1 == 1.0 == True`` and ``0.0 == -0.0``."""
     if type(value) is tuple:
         return tuple(map(constant_key, value))
     if type(value) in (float, complex, slice, range):
@@ -234,13 +235,13 @@ def constant_key(value: Any) -> Any:
     return type(value), value
 
 
-class Read:
-    """What the guards of a block are.
+class GuardValues:
+    """The present values of the guards of a block.
 
     Attributes:
-        key: What is equal if they are as they were.
-        tensors: The tensors.
-        objects: The objects that are compared by identity.
+        key: Comparison keys, equal if all guards hold.
+        tensors: The tensors among the guards.
+        objects: The objects that are compared by identity. They must stay alive as long as ``key`` is compared.
         filled: The lists that the block appends to.
     """
 
@@ -249,10 +250,10 @@ class Read:
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
         self.filled: list[list[Any]] = []
-        self._looked_at: set[int] = set()
+        self._read: set[int] = set()
 
     def add(self, value: Any, kind: str) -> bool:
-        """Add one guard, neither a tensor nor an object; return whether it is of this kind."""
+        """Add a guard of a kind other than ``"tensor"`` and ``"object"``. Returns whether ``value`` is of this kind."""
         key, objects = self.key, self.objects
         if kind == "function":
             if type(value) is not types.FunctionType:
@@ -284,7 +285,7 @@ class Read:
         return True
 
     def _add_container(self, value: Any, kind: str) -> None:
-        self._looked_at.add(id(value))
+        self._read.add(id(value))
         self.key.append((type(value), len(value), *(map(constant_key, value) if type(value) is dict else ())))
         for item in (value.values() if type(value) is dict else value) if kind == "items" else ():
             if isinstance(item, torch.Tensor):
@@ -294,14 +295,14 @@ class Read:
                 self.key.append(constant_key(item))
 
     def finish(self) -> bool:
-        """Compare which of the filled lists are one; return whether none of them is looked at."""
+        """Add the aliasing of the filled lists to the key. Returns whether no guard reads one of these lists."""
         numbers = list(map(id, self.filled))
         self.key += map(numbers.index, numbers)
-        return self._looked_at.isdisjoint(numbers)
+        return self._read.isdisjoint(numbers)
 
 
 class GuardPlan:
-    """The order in which the guards of a block are read, given with the kind of comparison that each needs."""
+    """A plan for reading guards, given as paths with kinds of comparison, in which each look-up is made once."""
 
     def __init__(self, guards: tuple[tuple[GuardPath, str], ...]) -> None:
         self.guards = guards
@@ -319,17 +320,17 @@ class GuardPlan:
                 if length:
                     step = path.steps[length - 1]
                     parent = places[GuardPath(path.start, path.steps[: length - 1])]
-                    self._steps.append((parent, WAYS[step.how], step.what, wanted))
+                    self._steps.append((parent, LOOKUPS[step.how], step.what, wanted))
                 else:
                     self._steps.append((-1, None, path.start, wanted))
                 if place is None:
                     places[reached] = len(self._steps) - 1
 
-    def read(self, variable: Callable[[str], Any]) -> Read | None:
-        """Return what the guards are now; ``None`` if one is of another kind."""
+    def read(self, variable: Callable[[str], Any]) -> GuardValues | None:
+        """Return the present values of the guards; ``None`` if one has another kind, or does not exist."""
         if self._calls_modules and has_global_hooks():
             return None
-        reading = Read()
+        reading = GuardValues()
         key, tensors, objects = reading.key, reading.tensors, reading.objects
         found: list[Any] = []
         try:

@@ -1,7 +1,7 @@
-"""Runs of a program on a compiled model, replayed without looking at the program.
+"""Replays runs of a program on a compiled model.
 
-A program has no Python: on one captured graph, with tensors of the same metadata, it always does the same. So the first run is written
-down, and later ones call the variant that it found, with the tensors of now.
+A program contains no Python. So on one captured graph, with tensors of the same metadata, it always has the same effects. A journal is kept
+of the first run, and later runs call the variant of that run with the present tensors.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,43 +19,41 @@ from ...runtime.report import Report
 from ...runtime.switching.mode_stacks import unseen
 from ...runtime.switching.modes import replay_state
 from ..counters import counters
-from ..recording.journal import Journal, Listening, journal_of_run
+from ..recording.journal import EarlyCalls, Journal, kept_journal
 from ..show import debug
 from ..show.stages import note_position
 from ..splicing.pieces import as_argument
 from .names import Undetermined
-from .playback import Effects, NotAsBefore, Playback, effects_of, sharing_of
+from .playback import Effects, GuardFailed, Playback, effects_of, sharing_of
 
 if TYPE_CHECKING:
     from ..capturing.graph import CapturedGraph
     from ..driver import CompiledDriver
-    from ..show.explaining import RanPiece
 
 logger = logging.getLogger("nnsight.fx")
 
-#: For how many kinds of tensors the effects of a program are kept.
+#: Most combinations of metadata for which the effects of a program are kept.
 _KEPT = 64
 
 
-#: Of a replay that has not come to the graph.
+#: The report of a replay before it calls the graph.
 _NO_REPORT = Report()
 
 
 class _Plan(NamedTuple):
-    """A call of a lowered graph without anything that has to be looked at first."""
+    """A call of a lowered graph that needs no checks before it."""
 
     effects: Effects
-    ran: RanPiece
     function: Callable[[list[Any]], Any]
     numbers: tuple[Any, ...]
     alive: tuple[tuple[int, int], ...]  # number of each saved value, and its position among the results
-    report: Report  # of each such call
+    report: Report  # shared by all such calls
 
 
-class _Straight(Playback):
-    """A replay that calls the lowered graph at once where an earlier one has shown that it may."""
+class _FastPlayback(Playback):
+    """A replay that calls the lowered graph directly, if an earlier replay has shown that no checks are needed."""
 
-    def __init__(self, known: _Known, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, known: _KnownEffects, tensors: list[torch.Tensor]) -> None:
         super().__init__(known.effects, tensors, [], _NO_REPORT)
         self._plans = known.plans
 
@@ -72,11 +70,10 @@ class _Straight(Playback):
                 self._plans[key] = made
             return outputs
         effects = self.found = plan.effects
-        variant, slots = effects.variant, self._tensors
-        if effects.python.steps:
-            slots = self._slots = list(slots)
-            for step in effects.python.steps:
-                step.run(slots)
+        variant = effects.variant
+        slots = self._slots = list(self._tensors)
+        for step in effects.python.steps:
+            step.run(slots)
         externals = [slots[source] for source in effects.externals]
         self.report = plan.report
         grad = torch.is_grad_enabled()
@@ -92,7 +89,7 @@ class _Straight(Playback):
         return graph.stand_ins(key[1]) if variant.unseen else variant.deliver(computed, inputs, externals)
 
     def _plan_of(self, effects: Effects, inputs: tuple[Any, ...]) -> _Plan | None:
-        """Return how to make this call again at once; ``None`` if something in it depends on more than the metadata of tensors."""
+        """Return a plan for repeating this call; ``None`` if the call depends on more than the metadata of tensors."""
         variant, ran = effects.variant, effects.ran
         if ran is None or not variant.still_runs(ran.lowered) or ran.lowered.partial or ran.lowered.uncompiled:
             return None
@@ -106,11 +103,11 @@ class _Straight(Playback):
             return None
         alive = tuple((index, variant.positions[index]) for index in effects.alive)
         report = Report(mode="compiled", graphs=1, replayed=True, spliced=list(effects.spliced), pieces=[ran])
-        return _Plan(effects, ran, call, tuple(map(as_argument, effects.numbers)), alive, report)
+        return _Plan(effects, call, tuple(map(as_argument, effects.numbers)), alive, report)
 
 
-class _Known:
-    """What is known for tensors of one kind: the effects on each captured graph, and how to make them without looking."""
+class _KnownEffects:
+    """The effects on each captured graph, for tensors of one combination of metadata, with plans for repeating them."""
 
     def __init__(self) -> None:
         self.effects: dict[Any, Effects] = {}
@@ -118,62 +115,55 @@ class _Known:
 
 
 class KnownRuns:
-    """The effects of one program on one model, by the metadata of the tensors that it takes."""
+    """The effects of one program on one model, by the metadata of its tensors."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, _Known] = {}
+        self._known: dict[Any, _KnownEffects] = {}
 
     def replay(
         self, driver: CompiledDriver, tensors: list[torch.Tensor], arguments: tuple[Any, dict[str, Any]]
     ) -> tuple[Any, dict[str, Any], Report] | None:
-        """Call the model with the effects of the program, if they are known; return its output, the saved values, and a report."""
+        """Replay the program on the model; return its output, the saved values and a report, or ``None`` without known effects."""
         state = replay_state()
         known = None if state is None else self._known.get((driver.tree.version, state, *_metadata(tensors)))
         if known is None:
             return None
-        playback = _Straight(known, tensors)
+        playback = _FastPlayback(known, tensors)
         outer = active_run.set(playback)  # type: ignore[arg-type]
         try:
             output = driver.call_known(*arguments)
-        except NotAsBefore:
+        except GuardFailed:
             return None
         finally:
             active_run.reset(outer)
         counters.add("replays")
         return output, playback.saved(), playback.report
 
-    @contextlib.contextmanager
-    def written_down(self) -> Iterator[Journal]:
-        """Write down the run that is made in this context; its blocks run by :func:`listening`."""
-        journal = Journal()
-        token = journal_of_run.set(journal)
-        try:
-            yield journal
-        finally:
-            journal_of_run.reset(token)
-            journal.close()
+    def written_down(self) -> contextlib.AbstractContextManager[Journal]:
+        """Keep a journal of the run in this context. Its blocks must be wrapped by :func:`listening`."""
+        return kept_journal()
 
     def learn(
         self, driver: CompiledDriver, journal: Journal, kept: dict[str, Any], tensors: list[torch.Tensor], report: Report
     ) -> None:
-        """Remember what the run did, if it can be replayed."""
+        """Keep the effects of the run, if it can be replayed."""
         try:
             graph, binding, effects = effects_of(journal, list(kept.items()), tensors, report.spliced)
         except Undetermined as reason:
-            logger.debug("a program is interpreted in each call: %s", reason)
+            logger.debug("a program is interpreted in each call, because %s", reason)
             return
         if len(self._known) >= _KEPT:
             self._known.clear()
-        known = self._known.setdefault((driver.tree.version, replay_state(), *_metadata(tensors)), _Known())
+        known = self._known.setdefault((driver.tree.version, replay_state(), *_metadata(tensors)), _KnownEffects())
         known.effects[graph, binding] = effects
         known.plans.pop((graph, binding), None)
 
 
 def listening(journal: Journal, function: Callable[[], None]) -> Callable[[], None]:
-    """Return ``function`` of a block, with its calls before it first waits written down."""
-    return functools.partial(Listening(journal).run, function)
+    """Return ``function``, the function of a block, such that the journal notes the calls before its first request."""
+    return functools.partial(EarlyCalls(journal).run, function)
 
 
 def _metadata(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Return what the effects of a program depend on besides the captured graph."""
+    """Return the metadata on which the effects of a program depend, besides the captured graph."""
     return tuple((tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad) for tensor in tensors)

@@ -1,9 +1,8 @@
-"""Abstract values of a block: variables, attributes and items, and the guards that they need.
+"""Abstract values: their kinds, and those of variables, attributes and items, with the guards that they need.
 
-:mod:`nnsight.fx.replay.determinate` computes an abstract value for each expression. It decides what a block may do with the value: a
-tensor may be computed with, a list of the block's own may be filled, an object from outside only leads to its attributes.
-
-``None`` in place of an abstract value means that a variable may be one thing or another. A block that uses it runs each time.
+:mod:`nnsight.fx.replay.determinate` computes an abstract value for each expression of a block. Its kind decides which operations have no
+effect outside: a block may compute with a tensor and append to its own list, but only read the attributes of an object from outside.
+The value ``None``, the top of the lattice, means that a variable may be different objects on different paths. It must not be used.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ...tracing.body import RESULT_NAME, SAVE_NAME
 from ...tracing.saving import save
 from .guards import LONGEST, GuardPath, GuardStep, holds_modules, is_constant, kind_of, look_up
 
-#: Built-ins that compute a value from their arguments and do nothing else.
+#: Built-ins whose only effect is to compute a value from their arguments.
 _HARMLESS_BUILTINS = frozenset(
     getattr(builtins, name)
     for name in (
@@ -42,21 +41,21 @@ _FACTORIES = (
     "ones_like rand rand_like randint randint_like randn randn_like randperm tensor zeros zeros_like complex polar"
 ).split()
 
-#: Methods of tensors whose effect is not in the tensors alone.
-REACHING_OUT = frozenset("backward register_hook register_post_accumulate_grad_hook share_memory_ retain_grad save".split())
+#: Methods of tensors with effects beyond the tensors.
+ESCAPING = frozenset("backward register_hook register_post_accumulate_grad_hook share_memory_ retain_grad save".split())
 
-#: Built-ins that have consumed a generator when they return.
+#: Built-ins that consume a generator before they return.
 EAGER = (all, any, dict, frozenset, list, max, min, set, sorted, sum, tuple)
 
-#: Metaclasses for which ``isinstance`` runs no code of a user's.
+#: Metaclasses for which ``isinstance`` runs no user code.
 PLAIN_METACLASSES = (type, type(torch.Tensor), type(torch.nn.Parameter), type(torch.nn.Module))
 
 
 class Undetermined(Exception):
-    """The block cannot be shown to be determined by what it reads; the message says why."""
+    """The effects of the block cannot be proved to depend only on the objects that it reads. The message, a clause, says why."""
 
 
-#: A tensor, a number, a container that the block made, or a nest of them: what is done to it is recorded, or local.
+#: A tensor, a number, a container that the block made, or a nest of them. Operations on it are recorded, or local to the block.
 VALUE: Any = object()
 
 #: The method ``skip`` of an envoy.
@@ -66,19 +65,19 @@ SKIP: Any = object()
 TRACER: Any = object()
 
 
-class Known(NamedTuple):
-    """An object that is the same in each replay, or a tensor from outside with the same metadata."""
+class Concrete(NamedTuple):
+    """A known object: the same one, or an equal constant, in each replay; a tensor from outside only has the same metadata."""
 
     value: Any
 
 
-class Held(NamedTuple):
+class Container(NamedTuple):
     """A list, tuple or dict from outside.
 
     Attributes:
-        path: The way to it.
+        path: The path to it.
         value: The container.
-        is_plain: Whether it contains tensors and constants only, all of which are compared in a replay.
+        is_plain: Whether it contains only tensors and constants, so that guards compare all its items.
     """
 
     path: GuardPath
@@ -86,8 +85,8 @@ class Held(NamedTuple):
     is_plain: bool
 
 
-class Outside(NamedTuple):
-    """An object from outside, whose attributes may be guards."""
+class OutsideObject(NamedTuple):
+    """An object from outside. Guards compare it, or only the attributes that the block reads."""
 
     path: GuardPath
     value: Any
@@ -96,25 +95,25 @@ class Outside(NamedTuple):
 class Method(NamedTuple):
     """A method of an object from outside."""
 
-    function: Outside
-    owner: Outside
+    function: OutsideObject
+    owner: OutsideObject
 
 
 class Items(NamedTuple):
-    """A tuple, or what a loop iterates over, by the abstract values of its items."""
+    """A tuple, or the items of a loop, as a sequence of abstract values."""
 
     items: tuple[Any, ...]
 
 
 def are_alike(one: Any, other: Any) -> bool:
-    """Whether two abstract values say the same."""
+    """Whether two abstract values are equal; objects in them are compared by identity."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, Known):
+    if isinstance(one, Concrete):
         return one.value is other.value
-    if isinstance(one, (Held, Outside)):
+    if isinstance(one, (Container, OutsideObject)):
         return one.path == other.path and one.value is other.value
     if isinstance(one, (Method, Items)):
         parts: Any = (one.items, other.items) if isinstance(one, Items) else (one, other)
@@ -122,45 +121,45 @@ def are_alike(one: Any, other: Any) -> bool:
     return False
 
 
-def either(one: Any, other: Any) -> Any:
-    """Return the abstract value of what is one of two; ``None`` if there is none."""
+def join(one: Any, other: Any) -> Any:
+    """Return the least abstract value that covers both; ``None``, the top, if no other covers them."""
     if are_alike(one, other):
         return one
     return VALUE if all(each is VALUE or is_known_constant(each) for each in (one, other)) else None
 
 
 def is_known_constant(value: Any) -> bool:
-    """Whether a value is known, and a constant."""
-    return isinstance(value, Known) and is_constant(value.value)
+    """Whether the object of an abstract value is known and a constant."""
+    return isinstance(value, Concrete) and is_constant(value.value)
 
 
 def is_storable(value: Any) -> bool:
-    """Whether a value may go into a container, or to a function that computes: there it is a ``VALUE``."""
+    """Whether a value may become an item of a container or an argument of a function that only computes; there it is a ``VALUE``."""
     if isinstance(value, Items):
         return all(map(is_storable, value.items))
-    return value is VALUE or (isinstance(value, Known) and not isinstance(value.value, (Located, Source)))
+    return value is VALUE or (isinstance(value, Concrete) and not isinstance(value.value, (Located, Source)))
 
 
 def is_operand(value: Any) -> bool:
-    """Whether an operator or a test may be applied to a value without running code of a user's."""
-    if isinstance(value, Known):
+    """Whether an operator or a test on a value runs no user code."""
+    if isinstance(value, Concrete):
         return isinstance(value.value, torch.Tensor) or is_constant(value.value)
     if isinstance(value, Items):
         return all(map(is_operand, value.items))
-    return value is VALUE or (isinstance(value, Held) and value.is_plain)
+    return value is VALUE or (isinstance(value, Container) and value.is_plain)
 
 
 def truth_of(value: Any) -> bool | None:
-    """Return what a test of a value says in each replay; ``None`` if that is not known."""
+    """Return the truth of a value, if it is the same in each replay; else ``None``."""
     return bool(value.value) if is_known_constant(value) else None
 
 
 @functools.cache
 def harmless_functions() -> frozenset[int]:
-    """Identities of the functions that only compute: torch's that take tensors, those that make some, and some of Python's."""
+    """Return the identities of the functions that only compute: torch functions that take or make tensors, and some of Python."""
     found: set[int] = {id(getattr(torch, name)) for name in _FACTORIES}
     for functions in torch.overrides.get_overridable_functions().values():
-        found.update(id(function) for function in functions if getattr(function, "__name__", "") not in REACHING_OUT)
+        found.update(id(function) for function in functions if getattr(function, "__name__", "") not in ESCAPING)
     found.update(id(value) for name, value in vars(math).items() if callable(value) and not name.startswith("_"))
     found.update(id(function) for function in _HARMLESS_BUILTINS)
     found.update(id(value) for value in (torch.Size, torch.device))
@@ -169,32 +168,32 @@ def harmless_functions() -> frozenset[int]:
 
 @functools.cache
 def is_method(name: str) -> bool:
-    """Whether tensors or plain containers and strings have such a method."""
+    """Whether tensors, plain containers or strings have a method of this name."""
     kinds = (torch.Tensor, tuple, list, dict, set, str, torch.Size)
     return any(callable(getattr(kind, name, None)) for kind in kinds)
 
 
 def is_plain_envoy(kind: type) -> bool:
-    """Whether a class of envoys has the properties and methods of all envoys, and not some of a user's."""
+    """Whether a class of envoys overrides none of the methods and properties of the package's envoys."""
     names = ("output", "input", "inputs", "skip", "source")
     bases = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == "nnsight"]
     return all(getattr(kind, name, None) is getattr(bases[0], name, None) for name in names)
 
 
 def is_of_package(kind: type, name: str) -> bool:
-    """Whether an attribute of a class is one of this package's, and not of a user's class."""
+    """Whether an attribute of a class is defined in this package, not in a class of the user."""
     defining = next((base for base in kind.__mro__ if name in base.__dict__), object)
     return defining.__module__.partition(".")[0] == "nnsight"
 
 
 class Findings:
-    """What is found out about a block and the functions that it calls; ``tracer`` is what ``as`` binds.
+    """The results of the analysis of a block and the functions that it calls; ``tracer`` is the object that ``as`` binds.
 
     Attributes:
-        guards: What is read from outside, with the kinds of comparison that each needs.
-        filled: The lists from outside that are appended to.
-        active: The functions that are being followed, one inside the other, with the identity of the object whose methods they are.
-        left: How many expressions may still be followed.
+        guards: The paths of the objects that are read from outside, with the kind of comparison that each needs.
+        filled: The lists from outside to which the block appends.
+        active: The stack of calls under analysis: code, and the identity of the object whose method it is.
+        left: Number of expressions that may still be analysed.
     """
 
     def __init__(self, tracer: Any, modules: ModuleTree | None) -> None:
@@ -210,7 +209,7 @@ class Findings:
 
 
 class BlockVariables:
-    """The variables of a block; ``variable`` returns what a name stands for before it begins, or raises ``KeyError``."""
+    """The variables of a block; ``variable`` returns the value of a name before the block, or raises ``KeyError``."""
 
     where = ""
 
@@ -219,12 +218,12 @@ class BlockVariables:
         self._variable = variable
 
     def outside(self, name: str) -> tuple[GuardPath, Any]:
-        """Return a variable from outside, and what it is; raises ``KeyError`` if it has no value."""
+        """Return the path and the value of a variable from outside; raises ``KeyError`` if it has no value."""
         return GuardPath(name), self._variable(name)
 
 
 class FunctionVariables:
-    """The variables of a function that is followed; ``path`` is the way to it."""
+    """The variables of a function under analysis; ``path`` is the path to the function."""
 
     def __init__(self, function: types.FunctionType, path: GuardPath) -> None:
         code = function.__code__
@@ -233,9 +232,9 @@ class FunctionVariables:
         self._function, self._path = function, path
 
     def outside(self, name: str) -> tuple[GuardPath, Any]:
-        """Return a variable from outside, and what it is; raises ``KeyError`` if it has no value."""
+        """Return the path and the value of a variable from outside; raises ``KeyError`` if it has no value."""
         free = self._function.__code__.co_freevars
-        if name in self.assignable or name.startswith("__"):  # in a class, Python would look for another name
+        if name in self.assignable or name.startswith("__"):  # in a class, Python mangles such a name
             raise KeyError(name)
         step = GuardStep("cell", free.index(name)) if name in free else GuardStep("global", name)
         try:
@@ -245,7 +244,7 @@ class FunctionVariables:
 
 
 class Names:
-    """Evaluates names, attributes and items of a piece of code; :class:`~.expressions.Expressions` all other expressions.
+    """Evaluates names, attributes and items of a block or function; :class:`~.expressions.Expressions` evaluates other expressions.
 
     Attributes:
         values: The abstract value of each variable that the code has assigned so far.
@@ -258,19 +257,20 @@ class Names:
         self.values: dict[str, Any] = {}
 
     def at(self, node: Any) -> str:
-        """Return where a node is, for a reason."""
+        """Return the position of a node in words, for an error message."""
         return f"in line {node.lineno}{self.variables.where}"
 
     def fail(self, node: Any) -> Any:
-        raise Undetermined(f"`{ast.unparse(node)[:80]}` {self.at(node)} may do something that is not followed")
+        """Raise :class:`Undetermined` for an expression or a target that may have other effects."""
+        raise Undetermined(f"`{ast.unparse(node)[:80]}` {self.at(node)} may have effects that are not followed")
 
     def check_storable(self, values: Iterable[Any], node: ast.AST) -> None:
-        """Check that values may go into a container, see :func:`is_storable`."""
+        """Raise :class:`Undetermined` unless all values may become items of a container, see :func:`is_storable`."""
         if not all(map(is_storable, values)):
             self.fail(node)
 
     def check_operand(self, value: Any, node: ast.AST) -> None:
-        """Check that an operator may be applied to a value, see :func:`is_operand`."""
+        """Raise :class:`Undetermined` unless an operator may be applied to a value, see :func:`is_operand`."""
         if not is_operand(value):
             self.fail(node)
 
@@ -280,27 +280,27 @@ class Names:
             return VALUE
         self.findings.left -= 1
         if self.findings.left < 0:
-            raise Undetermined(f"there is too much to look through, {self.at(node)}")
+            raise Undetermined(f"it has too many expressions to analyse, those from `{ast.unparse(node)[:80]}` {self.at(node)} on")
         method = getattr(self, f"_{type(node).__name__}", None)
         if method is None:
-            raise Undetermined(f"a `{type(node).__name__.lower()}` {self.at(node)}")
+            raise Undetermined(f"the `{type(node).__name__.lower()}` expression {self.at(node)} is not analysed")
         return method(node)
 
     # -- variables and attributes ----------------------------------------------------------------------------------
 
     def _Constant(self, node: ast.Constant) -> Any:  # noqa: N802 - named after the nodes of ast
-        return Known(node.value)
+        return Concrete(node.value)
 
     def _Name(self, node: ast.Name) -> Any:  # noqa: N802
         if node.id in self.values:
             value = self.values[node.id]
             if value is None:
-                raise Undetermined(f"`{node.id}` {self.at(node)} may be one thing or another")
+                raise Undetermined(f"`{node.id}` {self.at(node)} may be different objects on different paths")
             return value
         if node.id in (SCOPE_NAME, TRACER_NAME):
             return TRACER
         if node.id == SAVE_NAME:
-            return Known(save)
+            return Concrete(save)
         if node.id == RESULT_NAME:
             raise Undetermined(f"the result is read {self.at(node)}")
         try:
@@ -309,16 +309,16 @@ class Names:
             raise Undetermined(f"`{node.id}` has no value {self.at(node)}") from None
 
     def guarded(self, path: GuardPath, value: Any) -> Any:
-        """Return the abstract value of something from outside, and add the guard that it needs."""
+        """Return the abstract value of an object from outside, and add the guard that it needs."""
         if value is self.findings.tracer:
             return TRACER
         kind = kind_of(value)
         if kind is None:
-            raise Undetermined(f"`{path}` is a {type(value).__name__}")
+            raise Undetermined(f"`{path}` is a {type(value).__name__}, which a replay cannot compare")
         if kind == "object" and not isinstance(value, (Located, Source)):
-            return Outside(path, value)  # a guard as soon as it is called; until then on the way to its attributes
+            return OutsideObject(path, value)  # becomes a guard when it is called; an owner of attributes need not be compared
         self.findings.add(path, kind)
-        return Held(path, value, kind == "items") if kind in ("items", "members") else Known(value)
+        return Container(path, value, kind == "items") if kind in ("items", "members") else Concrete(value)
 
     def _Attribute(self, node: ast.Attribute) -> Any:  # noqa: N802
         return self.attribute(self.value(node.value), node)
@@ -329,16 +329,17 @@ class Names:
             return VALUE
         if owner is VALUE:
             return VALUE if node.attr != "grad" else self.fail(node)
-        if isinstance(owner, Known):
+        if isinstance(owner, Concrete):
             value = owner.value
             if isinstance(value, (Located, Source)):
                 return self.of_envoy(value, node)
-            if isinstance(value, torch.Tensor):  # one that a user has added may be anything
-                return VALUE if node.attr != "grad" and hasattr(torch.Tensor, node.attr) else self.fail(node)
+            if isinstance(value, torch.Tensor):  # attributes that the user has added may be any object, and guards compare no `_base`
+                is_known = node.attr != "grad" and node.attr[0] != "_" and hasattr(torch.Tensor, node.attr)
+                return VALUE if is_known else self.fail(node)
             if is_constant(value):
                 return VALUE
-        # In a class, `__name` is looked up under another name.
-        return self._of_object(owner, node) if isinstance(owner, Outside) and node.attr[:2] != "__" else self.fail(node)
+        # Inside a class, Python mangles `__name`.
+        return self._of_object(owner, node) if isinstance(owner, OutsideObject) and node.attr[:2] != "__" else self.fail(node)
 
     def of_envoy(self, envoy: Any, node: ast.Attribute) -> Any:
         """Return the abstract value of an attribute of an envoy."""
@@ -347,10 +348,10 @@ class Names:
             found = getattr(type(envoy), name, None)
             children = getattr(envoy, "_children", {})
             if name in children:
-                return Known(children[name])
+                return Concrete(children[name])
             if isinstance(found, eproperty):
                 if not is_of_package(type(envoy), name):
-                    raise Undetermined(f"`.{name}` {self.at(node)} is a property of a class of yours")
+                    raise Undetermined(f"`.{name}` {self.at(node)} is a property of a class of the user")
                 return VALUE
             is_place = not callable(found) and is_of_package(type(found), "__get__")
             if found is not None and not is_place and (name not in ("source", "skip") or not is_plain_envoy(type(envoy))):
@@ -359,11 +360,11 @@ class Names:
             return SKIP
         try:
             value = getattr(envoy, name)
-        except Exception:  # the block will raise it, when it gets there
+        except Exception:  # the block will raise it, too
             return self.fail(node)
-        return Known(value) if isinstance(value, (Located, Source)) else self.fail(node)
+        return Concrete(value) if isinstance(value, (Located, Source)) else self.fail(node)
 
-    def _of_object(self, owner: Outside, node: ast.Attribute) -> Any:
+    def _of_object(self, owner: OutsideObject, node: ast.Attribute) -> Any:
         try:
             return self.guarded(owner.path.to("attribute", node.attr), look_up(owner.value, node.attr))
         except (LookupError, AttributeError):
@@ -374,7 +375,7 @@ class Names:
         except LookupError:
             return self.fail(node)
         if isinstance(found, types.FunctionType):
-            return Method(Outside(path, found), owner)
+            return Method(OutsideObject(path, found), owner)
         return self.guarded(path, found) if isinstance(found, torch.Tensor) or is_constant(found) else self.fail(node)
 
     # -- items -----------------------------------------------------------------------------------------------------
@@ -384,7 +385,7 @@ class Names:
         if is_known_constant(index):
             try:
                 found = self._item(owner, index.value)
-            except Exception:  # the block will raise it, when it gets there
+            except Exception:  # the block will raise it, too
                 return self.fail(node)
             if found is not None:
                 return found
@@ -393,44 +394,44 @@ class Names:
         return VALUE
 
     def _item(self, owner: Any, key: Any) -> Any:
-        """Return the abstract value of an item of something with known items, else ``None``."""
-        if isinstance(owner, Known) and isinstance(owner.value, Located):
+        """Return the abstract value of an item, if the items of ``owner`` are known; else ``None``."""
+        if isinstance(owner, Concrete) and isinstance(owner.value, Located):
             found = owner.value[key]  # type: ignore[index]
-            return Items(tuple(map(Known, found))) if isinstance(found, list) else Known(found)
+            return Items(tuple(map(Concrete, found))) if isinstance(found, list) else Concrete(found)
         if isinstance(owner, Items):
             return Items(owner.items[key]) if type(key) is slice else owner.items[key]
-        if isinstance(owner, Held):
+        if isinstance(owner, Container):
             if type(owner.value) is not dict:
-                key = range(len(owner.value))[key]  # counts from the front, or is several
+                key = range(len(owner.value))[key]  # makes negative numbers positive, and a slice a range
             return Items(tuple(self._member(owner, place) for place in key)) if type(key) is range else self._member(owner, key)
-        if isinstance(owner, Outside) and holds_modules(owner.value, indexed=True):
+        if isinstance(owner, OutsideObject) and holds_modules(owner.value, indexed=True):
             return self._module(owner, key)
         return None
 
-    def _member(self, owner: Held, key: Any) -> Any:
+    def _member(self, owner: Container, key: Any) -> Any:
         found = owner.value[key]
-        return Known(found) if owner.is_plain else self.guarded(owner.path.to("item", key), found)
+        return Concrete(found) if owner.is_plain else self.guarded(owner.path.to("item", key), found)
 
-    def _module(self, owner: Outside, key: Any) -> Any:
+    def _module(self, owner: OutsideObject, key: Any) -> Any:
         modules = owner.value._modules
         name = key if isinstance(owner.value, torch.nn.ModuleDict) else list(modules)[key]
         self.findings.add(owner.path, "children")
         return self.guarded(owner.path.to("attribute", name), modules[name])
 
     def items(self, value: Any, node: ast.AST) -> Items | None:
-        """Return what a loop over a value goes through, one by one; ``None`` if that is any number of ``VALUE``."""
+        """Return the items of a loop over a value; ``None`` if they are an unknown number of ``VALUE``."""
         if isinstance(value, Items):
             return value
-        if isinstance(value, Known):
+        if isinstance(value, Concrete):
             if isinstance(value.value, Envoy) and type(value.value).__iter__ is Envoy.__iter__:
-                return Items(tuple(map(Known, value.value._children.values())))
+                return Items(tuple(map(Concrete, value.value._children.values())))
             if isinstance(value.value, (tuple, range)) and len(value.value) <= LONGEST:
-                return Items(tuple(map(Known, value.value)))
-        if isinstance(value, Held):
+                return Items(tuple(map(Concrete, value.value)))
+        if isinstance(value, Container):
             if type(value.value) is dict:
-                return Items(tuple(map(Known, value.value)))
+                return Items(tuple(map(Concrete, value.value)))
             return Items(tuple(self._member(value, key) for key in range(len(value.value))))
-        if isinstance(value, Outside) and holds_modules(value.value):
+        if isinstance(value, OutsideObject) and holds_modules(value.value):
             return Items(tuple(self._module(value, key) for key in range(len(value.value._modules))))
         self.check_operand(value, node)
         return None

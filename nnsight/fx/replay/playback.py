@@ -1,8 +1,8 @@
 """Replays the recorded effects of a block without executing it.
 
-The :class:`Effects` of a block on one captured graph are the variant that its program became, and what the
-:class:`~nnsight.fx.recording.journal.Journal` of a run says beyond that: the calls on tensors from outside, and the parts of the saved
-values. A :class:`Playback` makes those calls again, calls the variant, and puts the saved values together.
+The :class:`Effects` of a block on one captured graph are the variant of its program, and the contents of the
+:class:`~nnsight.fx.recording.journal.Journal` of a run: the calls on tensors from outside, and the structure of the saved values.
+A :class:`Playback` repeats these calls, calls the variant, and builds the saved values.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ...runtime.report import Report
 from ...tracing.saving import saves
 from ..block_events import Call, State
 from ..lowering.variant import Variant
+from ..recording.execution import refuse_edited
 from ..recording.functions import DRAWN_LIKE, edits_in_place
 from ..recording.journal import Journal
 from ..show.explaining import RanPiece
@@ -33,15 +34,16 @@ from .names import Undetermined
 if TYPE_CHECKING:
     from ..capturing.graph import CapturedGraph
 
-_ABSENT = object()
+#: Second item of the pair that marks a leaf of a saved value as a constant.
+_IS_CONSTANT = object()
 
 
-class NotAsBefore(Exception):
-    """The graph that is called is another one, or has other sizes; nothing has happened yet."""
+class GuardFailed(Exception):
+    """Dynamo has called a graph, or inputs, for which no effects are known. The replay has had no effect yet."""
 
 
 class _Step(NamedTuple):
-    """A call on tensors from outside: leaves of its arguments, which of them are slots, and how many leaves it returns."""
+    """A call on tensors from outside: the leaves of its arguments, the slot of each tensor leaf, and the number of result leaves."""
 
     function: Any
     leaves: tuple[Any, ...]
@@ -65,40 +67,38 @@ class _Step(NamedTuple):
             slots += pytree.tree_leaves(result)
 
 
-class Python(NamedTuple):
-    """What a block did besides the program.
+class PythonEffects(NamedTuple):
+    """The effects of a block that are not in its program.
 
     Attributes:
         steps: Calls on tensors from outside. Their results follow the tensors that the block reads, in numbered slots.
-        slot_of: The slot of each tensor, by its identity.
-        saved: For each name its leaves, and how they nest. A leaf is the number of a value, or of a slot in a tuple, or a
-            constant in a tuple of two.
-        appended: The same for what is appended to lists from outside, with the number of the list in place of a name.
+        saved: For each saved name, its leaves and their structure. A leaf is the number of a value, ``(slot,)`` for a tensor from
+            outside, or ``(constant, _IS_CONSTANT)``.
+        appended: The same for items appended to lists from outside, with the number of the list in place of the name.
     """
 
     steps: tuple[_Step, ...]
-    slot_of: dict[int, int]
     saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
     appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
 
 
 @dataclass(eq=False, slots=True)
 class Effects:
-    """What a block does to one captured graph with one set of sizes.
+    """The effects of a block on one captured graph with one set of sizes.
 
     Attributes:
-        state: Where the program ends.
+        state: The state at the end of the program.
         stop: Number of the node at which the graph ends.
-        externals: For each external the number of its slot, or the tensor itself in a tuple.
-        alive: Numbers of the values that are saved.
-        edits: Whether anything is edited in place.
+        externals: For each external, the number of its slot, or ``(tensor,)`` for a tensor that was made from a float.
+        alive: Numbers of the values that become real tensors.
+        edits: Whether a call of the block edits a tensor in place.
         sharing: How tensors from outside share memory, see :func:`sharing_of`.
     """
 
     variant: Variant
     state: State
     stop: int
-    python: Python
+    python: PythonEffects
     externals: tuple[Any, ...]
     numbers: tuple[int | float, ...]
     alive: tuple[int, ...]
@@ -109,7 +109,7 @@ class Effects:
 
 
 class Playback:
-    """One attempt to replay a block, which reads ``tensors`` and appends to the lists ``filled``; the active run while it lasts."""
+    """One attempt to replay a block that reads ``tensors`` and appends to the lists ``filled``; the active run while the model runs."""
 
     def __init__(
         self,
@@ -128,8 +128,8 @@ class Playback:
 
     @property
     def current(self) -> Any:
-        """Asked for by the first module that dynamo does not run compiled any more, before anything has happened."""
-        raise NotAsBefore
+        """Read by intercepted modules: dynamo does not call a known graph, but runs the model as Python. Nothing has happened yet."""
+        raise GuardFailed
 
     def dispatch(self, graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
         """Run the variant for this graph; return the graph's outputs."""
@@ -137,10 +137,10 @@ class Playback:
         effects = self._effects.get((graph, binding))
         assert self.found is None, "a whole graph is called once"
         if effects is None:
-            raise NotAsBefore
+            raise GuardFailed
         tensors = self._tensors
         if tensors and sharing_of(tensors, inputs, effects.edits) != effects.sharing:
-            raise NotAsBefore
+            raise GuardFailed
         variant = effects.variant
         self.found = effects
         externals: list[Any] = []
@@ -165,7 +165,7 @@ class Playback:
         for index in effects.alive:
             position = variant.positions[index]
             real = computed[position]
-            if id(real) in held:  # somebody else's object: the block gets one of its own, as a lazy tensor would be
+            if id(real) in held:  # referred to elsewhere, so the block gets a new object, as a lazy tensor would be
                 shared, real = real, real.view_as(real)
                 if shared.requires_grad:
                     gradients.stand_for(real, shared)
@@ -173,10 +173,11 @@ class Playback:
             if position in partial and real.requires_grad:
                 gradients.refuse(real)
             self._values[index] = real
+        refuse_edited(arguments, partial)
         return graph.stand_ins(binding) if variant.unseen else variant.deliver(computed, inputs, externals)
 
     def saved(self) -> dict[str, Any]:
-        """Return the saved values by name, with what was computed now."""
+        """Build the saved values, by name, and append to the lists from outside."""
         assert self.found is not None
         table = saves.get()
         made: dict[str, Any] = {}
@@ -192,7 +193,7 @@ class Playback:
 
 
 def put_together(sources: tuple[Any, ...], structure: Any, values: Mapping[int, Any], slots: Sequence[Any]) -> Any:
-    """Return a saved value: its leaves are those of ``values`` and ``slots``, and constants, see :class:`Effects`."""
+    """Build a saved value from the leaves in ``values`` and ``slots``, and constants, see :class:`PythonEffects`."""
     leaves = [
         values[source] if type(source) is int else slots[source[0]] if len(source) == 1 else source[0]
         for source in sources
@@ -201,7 +202,7 @@ def put_together(sources: tuple[Any, ...], structure: Any, values: Mapping[int, 
 
 
 def sharing_of(tensors: Sequence[torch.Tensor], inputs: Sequence[Any], edits: bool) -> tuple[int, ...]:
-    """Describe which of ``tensors`` are one object, or share memory, with each other and with the inputs of a graph."""
+    """Return a key that tells which of ``tensors`` are the same object, or share memory, as others of them or inputs of a graph."""
     ids, of_inputs = list(map(id, tensors)), list(map(id, inputs))
     described = [of_inputs.index(number) if number in of_inputs else -1 for number in ids]
     if len(tensors) > 1 or edits:
@@ -217,19 +218,19 @@ def sharing_of(tensors: Sequence[torch.Tensor], inputs: Sequence[Any], edits: bo
 
 
 def _firsts(numbers: Sequence[int]) -> list[int]:
-    """Return for each number where it is found first."""
+    """Return, for each number, the position of its first occurrence."""
     seen: dict[int, int] = {}
     return [seen.setdefault(number, position) for position, number in enumerate(numbers)]
 
 
-def python_of(journal: Journal, kept: Sequence[tuple[str, Any]], tensors: list[torch.Tensor]) -> Python:
-    """Return what a run did besides the program; ``kept`` are the saved values by name.
+def _python_effects_of(
+    journal: Journal, kept: Sequence[tuple[str, Any]], tensors: list[torch.Tensor]
+) -> tuple[PythonEffects, dict[int, int]]:
+    """Return the effects of a run that are not in its program, and the slot of each tensor by its identity in this run.
 
     Raises:
-        Undetermined: If that cannot be replayed.
+        Undetermined: If they cannot be replayed.
     """
-    if journal.reason:
-        raise Undetermined(journal.reason)
     slot_of: dict[int, int] = {}
     for number, tensor in enumerate(tensors):
         slot_of.setdefault(id(tensor), number)
@@ -245,7 +246,7 @@ def python_of(journal: Journal, kept: Sequence[tuple[str, Any]], tensors: list[t
             elif callable(leaf) and leaf in DRAWN_LIKE:
                 continue
             elif kind_of(leaf) != "constant":
-                raise Undetermined(f"a call with a {type(leaf).__name__}")
+                raise Undetermined(f"a call has an argument of type {type(leaf).__name__}")
         made = pytree.tree_leaves(result)
         _check_sizes(function, args, kwargs, made)
         for number, leaf in enumerate(made):
@@ -261,24 +262,24 @@ def python_of(journal: Journal, kept: Sequence[tuple[str, Any]], tensors: list[t
         _collect_containers(value, containers)
     if len(containers) != len(set(containers)):
         raise Undetermined("a container is saved in two places")
-    return Python(tuple(steps), slot_of, saved, fillings)
+    return PythonEffects(tuple(steps), saved, fillings), slot_of
 
 
 def effects_of(
     journal: Journal, kept: Sequence[tuple[str, Any]], tensors: list[torch.Tensor], spliced: Sequence[str]
 ) -> tuple[CapturedGraph, tuple[int, ...], Effects]:
-    """Return the effects of a run, with the graph and the sizes that they are for.
+    """Return the graph of a run, its sizes, and the effects on it; ``kept`` are the saved values by name.
 
     Raises:
-        Undetermined: If it cannot be replayed.
+        Undetermined: If the run cannot be replayed.
     """
     if journal.reason or journal.recording is None or journal.variant is None:
         raise Undetermined(journal.reason or "no graph was called")
     recording = journal.recording
-    python = python_of(journal, kept, tensors)
+    python, slot_of = _python_effects_of(journal, kept, tensors)
     lifted = {id(tensor) for tensor in recording.lifted}
     externals = [
-        (external,) if id(external) in lifted else _slot(external, python.slot_of) for external in journal.externals
+        (external,) if id(external) in lifted else _slot(external, slot_of) for external in journal.externals
     ]
     calls = [step.event for step in recording.state.program().steps if isinstance(step.event, Call)]
     edits = any(map(edits_in_place, [*(call.function for call in calls), *(step.function for step in python.steps)]))
@@ -286,7 +287,7 @@ def effects_of(
         journal.variant,
         recording.state,
         journal.stop,
-        python._replace(slot_of={}),  # identities of this run
+        python,
         tuple(externals),
         recording.numbers,
         journal.alive,
@@ -298,10 +299,10 @@ def effects_of(
 
 
 def _check_sizes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Any]) -> None:
-    """Check on fakes that the sizes of what a call makes follow from sizes: Python in the block may have looked at them.
+    """Check on fakes that the sizes of a call's results follow from the sizes of its arguments, because the block may have read them.
 
     Raises:
-        Undetermined: If they depend on values, as those of ``mask.nonzero()`` do, or that cannot be found out.
+        Undetermined: If they depend on values, as for ``mask.nonzero()``, or cannot be determined.
     """
     mode = FakeTensorMode()
     try:
@@ -310,9 +311,9 @@ def _check_sizes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], m
             args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
             found = _shapes(pytree.tree_leaves(function(*args, **kwargs)))
     except Exception as error:
-        raise Undetermined(f"the size of what `{getattr(function, '__name__', function)}` makes is not known: {error}") from None
+        raise Undetermined(f"the size of a result of `{getattr(function, '__name__', function)}` is not known: {error}") from None
     if found != _shapes(made):
-        raise Undetermined(f"the size of what `{getattr(function, '__name__', function)}` makes is another on fakes")
+        raise Undetermined(f"the size of a result of `{getattr(function, '__name__', function)}` differs on fakes")
 
 
 def _shapes(leaves: Sequence[Any]) -> list[Any]:
@@ -322,16 +323,16 @@ def _shapes(leaves: Sequence[Any]) -> list[Any]:
 def _slot(tensor: torch.Tensor, slot_of: dict[int, int]) -> int:
     slot = slot_of.get(id(tensor))
     if slot is None:
-        raise Undetermined("a tensor from outside came in unseen")
+        raise Undetermined("it uses a tensor from outside that is neither a guard nor the result of a recorded call")
     return slot
 
 
 def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int]) -> tuple[tuple[Any, ...], Any]:
-    """Return how a saved value is put together, see :class:`Effects`."""
+    """Return the leaves and the structure of a saved value, see :class:`PythonEffects`."""
     if type(value) in (list, tuple, dict) or not (isinstance(value, torch.Tensor) or kind_of(value) == "constant"):
-        leaves, structure = pytree.tree_flatten(value, is_leaf=lambda part: isinstance(part, torch.Size))  # else a tuple
+        leaves, structure = pytree.tree_flatten(value, is_leaf=lambda part: isinstance(part, torch.Size))  # a Size is no tuple
         if structure.is_leaf():
-            raise Undetermined(f"`{name}` is saved, a {type(value).__name__}")
+            raise Undetermined(f"it saves `{name}`, a {type(value).__name__}")
     else:
         leaves, structure = [value], None
     sources: list[Any] = []
@@ -341,9 +342,9 @@ def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int])
         elif isinstance(leaf, torch.Tensor):
             sources.append((_slot(leaf, slot_of),))
         elif kind_of(leaf) == "constant":
-            sources.append((leaf, _ABSENT))
+            sources.append((leaf, _IS_CONSTANT))
         else:
-            raise Undetermined(f"`{name}` holds a {type(leaf).__name__}")
+            raise Undetermined(f"`{name}` contains a {type(leaf).__name__}")
     return tuple(sources), structure
 
 

@@ -271,7 +271,7 @@ def test_where_a_backend_needs_plain_sizes_each_is_compiled(caplog: pytest.LogCa
     compiles = [run(rows) for rows in (2, 3, 5)]
     assert 0 not in compiles, "each size"
     assert [run(rows) for rows in (5, 3)] == [0, 0], "each size, once"
-    assert ["asked for each size by itself" in record.message for record in caplog.records].count(True) == 1
+    assert ["each size is lowered separately" in record.message for record in caplog.records].count(True) == 1
 
 
 def test_the_background_lowers_each_size_where_a_backend_needs_plain_ones() -> None:

@@ -401,7 +401,7 @@ def test_a_torchscript_function_gets_no_values_that_are_not_there(model: NNsight
 INSTEAD: dict[str, tuple[Callable[[Any], Any], str]] = {
     "__bool__": (lambda h: 1 if h.sum() > 0 else 2, "torch.where"),
     "item": (lambda h: h.sum().item(), "the tensor itself"),
-    "__repr__": (lambda h: f"{h.detach()!r}", "show the value behind the block"),
+    "__repr__": (lambda h: f"{h.detach()!r}", "show the value after the block"),
     "numpy": (lambda h: h.detach().numpy(), "torch functions"),
     "nonzero": (lambda h: h.nonzero(), "masked_fill"),
     "equal": (lambda h: torch.equal(h, h), "(a == b).all()"),

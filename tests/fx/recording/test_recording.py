@@ -505,6 +505,23 @@ def test_masks_that_the_model_makes_of_a_size(in_place: bool) -> None:
         torch.testing.assert_close(out, 2 * net(x))
 
 
+def test_a_sparse_replacement_is_an_error_at_its_line() -> None:
+    """No graph can contain it; in an eager trace, it is for the model to accept it or not."""
+    net, x = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()), torch.ones(2, 3)
+    model, zeros = NNsight(net, compile={"backend": "eager"}), torch.zeros(2, 3).to_sparse()
+    message = "The replacement of `model.0.output` has the layout torch.sparse_coo, which the captured graph cannot contain"
+    with pytest.raises(TypeError, match=message), model.trace(x):
+        model[0].output = zeros
+    with pytest.raises(TypeError, match=message), model.trace(x):
+        model[0].output = (model[0].output * 2).to_sparse()
+    with pytest.raises(TypeError, match=message), model.trace(x):
+        model[0].skip(zeros)
+    with model.trace(x):
+        model[0].output = zeros.to_dense()
+        out = model.output.save()
+    assert torch.equal(out, torch.zeros(2, 3))
+
+
 # -- arguments that are one tensor --------------------------------------------------------------------------------------
 
 

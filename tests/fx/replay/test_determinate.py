@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import nnsight
 from nnsight import fx
 
 from ...conftest import Hooks, same
@@ -106,6 +107,59 @@ def test_what_changes_in_a_container_is_seen(model: Any, what: str) -> None:
         held["list"] = _Doubled(held["list"])
     for _ in range(3):
         same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
+
+
+@pytest.mark.parametrize("equal", [lambda: [2.0], lambda: {"scale": 2.0}, lambda: tuple(map(float, "2"))])
+def test_whether_equal_objects_are_the_same_is_seen(model: Any, equal: Callable[[], Any]) -> None:
+    """Guards compare the items of containers, and constants by value."""
+    one = other = equal()
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        return h * 2 if one is other else h - 1
+
+    for _ in range(2):
+        same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
+    other = equal()
+    same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
+    flag = True
+    assert check(model, lambda h: h * 2 if flag is True and one is not None else h - 1) == 2
+
+
+def test_the_value_of_an_index_is_seen(model: Any) -> None:
+    """The integer in a scalar tensor is part of the program, and guards compare no values of tensors."""
+    place = torch.tensor(1)
+
+    def read(h: torch.Tensor) -> torch.Tensor:
+        return h + h[:, place, None]
+
+    def edit(h: torch.Tensor) -> torch.Tensor:
+        h = h + 0
+        h[:, place] = 5
+        return h
+
+    for function in (read, edit):
+        for index in (1, 1, 2, 3):
+            place.fill_(index)
+            same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
+
+
+def test_whether_a_tensor_is_a_view_is_seen(model: Any) -> None:
+    vector = torch.ones(4)
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        return h + 1 if vector._base is None else h - 1
+
+    for seen in (torch.ones(4), torch.ones(4), torch.ones(8)[:4]):
+        vector = seen
+        same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
+
+
+def test_a_container_from_outside_is_saved_as_it_is(model: Any) -> None:
+    for held in ([[1, 2]], [[1, 2]], [[3, 4]]):
+        with model.trace(x()):
+            kept = nnsight.save(held)
+            pair = (held, model.layers[1].output).save()
+        assert kept is held is pair[0]
 
 
 class _Doubled(list[Any]):

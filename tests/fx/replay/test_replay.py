@@ -327,6 +327,19 @@ def test_shared_memory_is_seen(model: Any) -> None:
     assert fx.counters.replays > 0
 
 
+def test_gradients_that_a_run_refuses_are_refused_by_a_replay() -> None:
+    """A graph edits a tensor from outside and uses it: to autograd, nothing in the graph depends on the edited tensor."""
+    model = NNsight(Net(), compile={"backend": "aot_eager"})
+    for replayed in (False, True, True):
+        scale = torch.ones(4, requires_grad=True) * 1
+        with model.trace(x()) as tracer:
+            scale *= model.layers[0].output[0].mean(0)
+            loss = scale.square().sum().save()
+        assert tracer.report.replayed == replayed
+        with pytest.raises(ValueError, match="The gradient of this tensor cannot be told"), (loss + scale.sum()).backward():
+            scale.grad.save()
+
+
 def test_the_models_own_tensors_as_outside_ones(model: Any) -> None:
     given = x()
     for vector in (VECTOR, VECTOR, model._module.layers[0].linear.bias, given[0], model._module.layers[0].linear.bias):
@@ -667,9 +680,9 @@ def test_what_never_repeats_is_not_remembered(model: Any) -> None:
     for number in range(40):
         saved, _, _ = effects(steer, model, {"vector": VECTOR, "factor": float(number)}, True)
     same(saved, Hooks(model._module).output("layers.1", _by_hand(VECTOR, 39.0))(x()))
-    (memory,) = model._compiled.replays._memories.values()
-    assert memory.must_run or fx.counters.replays > 0
-    assert memory.reading is None or len(memory.reading.environments) <= 64
+    (state,) = model._compiled.replays._states.values()
+    assert state.must_run or fx.counters.replays > 0
+    assert state.reading is None or len(state.reading.environments) <= 64
 
 
 def test_nothing_is_kept_alive(model: Any) -> None:

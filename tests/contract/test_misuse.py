@@ -710,7 +710,7 @@ def test_another_thread_is_outside(case: Case, compile: bool) -> None:
 
 def test_what_is_never_entered_warns() -> None:
     model = NNsight(Net())
-    with pytest.warns(RuntimeWarning, match="Tracer: made and never entered"):
+    with pytest.warns(RuntimeWarning, match="Tracer was created but never entered"):
         model.trace(torch.ones(1, 4))
-    with pytest.warns(RuntimeWarning, match="Tracer: made and never entered"):
+    with pytest.warns(RuntimeWarning, match="Tracer was created but never entered"):
         model.edit()

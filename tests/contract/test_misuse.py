@@ -248,7 +248,7 @@ def uses_another_models_module_of_the_same_name(case: Case) -> None:
         other.first.output.save()  # wrong
 
 
-@mistake(TypeError, "A backend is a callable")
+@mistake(TypeError, "A backend must be callable")
 def names_a_backend(case: Case) -> None:
     with case.model.trace(case.x, backend="vllm"):  # wrong
         case.model.first.output.save()

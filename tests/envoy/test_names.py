@@ -155,7 +155,7 @@ def test_a_taken_name(name: str) -> None:
     what = "a child" if name == "head" else "an attribute of NNsight"
     with pytest.raises(ValueError, match=f"already has an attribute `{name}`, {what}"):
         make(rename={"transformer": name})
-    with pytest.raises(ValueError, match="attribute `x`, another further name"):
+    with pytest.raises(ValueError, match="attribute `x`, another name from rename="):
         make(rename={"transformer": "x", "head": "x"})
 
 

@@ -174,7 +174,7 @@ def test_a_server_that_restarts_keeps_a_client_waiting_and_no_more(tmp_path: Pat
 
 def test_a_server_that_stays_away_is_given_up_with_the_job_named(server: Running, orders: Orders, wire: Wire) -> None:
     with client_of(wire.url, patience=0.3) as client:
-        with pytest.raises(RemoteConnectionError, match=r"hear of job .*RemoteBackend\(job_id"):
+        with pytest.raises(RemoteConnectionError, match=r"get messages of job .*RemoteBackend\(job_id"):
             for message, _ in client.run(order(say="kept", wait=True), str(MODEL)):
                 if message["status"] == "RUNNING":
                     wire.close()
@@ -516,7 +516,7 @@ def test_a_trace_is_given_the_results_of_an_earlier_job(here: Running, model: An
         tokens = tracer.result.save()
     assert tokens.shape[-1] == len(model.tokenizer(PROMPT)["input_ids"]) + 1
     for remote in ("local", "program"):
-        with pytest.raises(ValueError, match="job_id= is for jobs of a server"):
+        with pytest.raises(ValueError, match="job_id= names a job of a server"):
             model.trace(PROMPT, remote=remote, job_id=nonce())
 
 
@@ -560,7 +560,7 @@ def test_what_a_remote_session_cannot_have(here: Running, model: Any) -> None:
         with model.session(remote=True):
             with model.trace(HERE, remote=True):
                 model.lm_head.output.save()
-    with pytest.raises(NotExpressibleError, match="no trace in it"):
+    with pytest.raises(NotExpressibleError, match="contains no trace"):
         with model.session(remote=True):
             number = 3
     other = nnsight.demo_model()

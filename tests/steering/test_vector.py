@@ -304,7 +304,7 @@ def test_models_that_do_not_fit(vector: SteeringVector) -> None:
         SteeringVector(dict(vector), "blocks").apply(both)
 
 
-@pytest.mark.filterwarnings("ignore:A child module is called")
+@pytest.mark.filterwarnings("ignore:A child module has the name")
 def test_layers_with_a_child_called_output() -> None:
     config = BertConfig(num_hidden_layers=3, hidden_size=32, intermediate_size=48, num_attention_heads=2, vocab_size=97)
     net, ids, direction = BertModel(config).eval(), torch.randint(0, 97, (2, 6)), torch.randn(32)

@@ -720,7 +720,7 @@ def test_damaged_records_and_strange_files_do_not_stop_the_server(tmp_path: Path
     gone.gate.set()
     with running(Orders().engine(), tmp_path) as server:
         assert other.exists() and list(server.gateway.jobs) == [job]
-        assert "does not serve" not in server.finished(job)["description"]  # what the operator did is in the log
+        assert "no longer serves" not in server.finished(job)["description"]  # what the operator did is in the log
         assert server.finished(job)["status"] == "ERROR"
 
 

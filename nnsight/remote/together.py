@@ -213,9 +213,7 @@ def execute_payloads(
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def _execute_together(
-    model: NNsight, jobs: Sequence[Job], limits: Limits
-) -> list[tuple[bytes | Exception, list[str]]]:
+def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> list[tuple[bytes | Exception, list[str]]]:
     """Run ``jobs`` as one group. Returns the outcome of each job, and the lines that it prints."""
     lines: list[list[str]] = [[] for _ in jobs]
     interpreters = [prepared(_TenantInterpreter, model, job, limits, printed.append) for job, printed in zip(jobs, lines, strict=True)]

@@ -16,15 +16,6 @@ from .saving import save
 from .tracer import Tracer
 from .unfiled import watch_prompts
 
-__all__ = [
-    "Backend",
-    "Block",
-    "ExecutionBackend",
-    "Scope",
-    "Tracer",
-    "WithBlockNotFoundError",
-    "save",
-    "wrap_exception",
-]
+__all__ = ["Backend", "Block", "ExecutionBackend", "Scope", "Tracer", "WithBlockNotFoundError", "save", "wrap_exception"]
 
 watch_prompts()

@@ -66,9 +66,7 @@ class Scope:
         blocks assign share a cell with them. All other variables keep their present values, such as that of a loop variable.
         """
         cells: dict[str, types.CellType] = {}
-        others = {
-            name for name, spans in trace.inner.items() if any(not first <= block.line <= last for first, last in spans)
-        }
+        others = {name for name, spans in trace.inner.items() if any(not first <= block.line <= last for first, last in spans)}
         for name in block.shared:
             cell = self.cells[name]
             bound = is_bound(cell)

@@ -23,7 +23,7 @@ from .source import WithSite, find_with
 class Excerpt:
     """One item of a ``with`` statement, as text."""
 
-    text: str  # the whole lines of the statement; empty if they could not be read
+    text: str  # the complete lines of the statement; empty if they could not be read
     filename: str  # the file that contains the statement
     line: int  # the line of the file at which the statement begins
     item: int  # index of the context manager in the header to which the block belongs

@@ -1,4 +1,4 @@
-"""From a frame to the ``with`` statement it is executing.
+"""Finds the ``with`` statement that a frame is entering.
 
 Every instruction has the extent of its syntax: lines and columns. While ``__enter__`` runs, the caller's current instruction is the one
 that enters the context manager, so its extent identifies a ``with`` statement. The number of entering instructions before it identifies

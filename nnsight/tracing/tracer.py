@@ -5,7 +5,7 @@
 that one instruction. Then ``__exit__`` gives the compiled body to a backend, which decides where and when the body runs. At the end,
 ``__exit__`` binds saved names in the user's frame.
 
-The arguments of the header are evaluated once, at the usual time. Further context managers of the header belong to the deferred body.
+The call that creates the tracer is evaluated once, at the usual time. Context managers after it in the header belong to the deferred body.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ def test_what_comes_through_a_socket_is_checked_as_what_is_posted(guarded: Runni
             ((5000).to_bytes(8, "little") + b"[" * 5000, 400, "packet"),
             (join_packet({**alice, "nonce": "mine"}, good), 400, "UUID"),
             (join_packet({"model_key": "other"}, good), 404, "not served here"),
-            (join_packet(alice), 415, "something else"),
+            (join_packet(alice), 415, "an unknown format"),
             (join_packet(alice, b"\x80\x04" + bytes(20)), 415, "a pickle"),
             (join_packet({**alice, "compress": True}, good), 415, "compressed"),
             (join_packet(alice, order(say="x" * 5000)), 413, "4,096 bytes"),
@@ -127,9 +127,9 @@ def test_payloads_of_other_clients_are_refused_and_never_run(server: Running, or
         (b"\x28\xb5\x2f\xfd" + bytes(20), "compressed"),
         (b"\x78\x9c" + bytes(20), "compressed"),
         (b"\x1f\x8b" + bytes(20), "compressed"),
-        (b"", "something else"),
-        (b"hello, this is no program", "something else"),
-        ((2**40).to_bytes(8, "little") + b"{}", "something else"),
+        (b"", "an unknown format"),
+        (b"hello, this is no program", "an unknown format"),
+        ((2**40).to_bytes(8, "little") + b"{}", "an unknown format"),
     ]:
         answer = server.post(payload, env={"packages": {f"package_{number}": "1.0.0" for number in range(1500)}})
         assert answer.status_code == 415
@@ -317,7 +317,7 @@ def test_the_command_for_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["keys", "list", path]) == 0
     assert "alice: queue 16" in capsys.readouterr().out
     assert cli.main(["keys", "add", path, "--name", "alice"]) == 2
-    assert "has a key named 'alice' already" in capsys.readouterr().err
+    assert "already has a key named 'alice'" in capsys.readouterr().err
     assert cli.main(["keys", "remove", path, "--name", "alice"]) == 0
     assert cli.main(["keys", "remove", path, "--name", "alice"]) == 2
 
@@ -401,7 +401,7 @@ def test_a_job_that_is_submitted_with_a_socket_that_ends_is_taken(server: Runnin
                 await asyncio.sleep(0.1)
 
     wait = asyncio.wait
-    monkeypatch.setattr(sessions._Session, "_tell", cut)
+    monkeypatch.setattr(sessions._Session, "_send_messages", cut)
     monkeypatch.setattr(asyncio, "wait", late)
     with server.session() as (socket, session):
         jobs = [server.submit(order(say=f"{number}"), session_id=session) for number in range(2)]

@@ -29,21 +29,10 @@ try:
     from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
     from websockets.sync.client import connect
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"Remote execution needs further packages ({error.name}): pip install 'nnsight[remote]'."
-    ) from error
+    raise ModuleNotFoundError(f"Remote execution needs further packages ({error.name}): pip install 'nnsight[remote]'.") from error
 
 from ...config import CONFIG
-from ..protocol import (
-    CONTENT_TYPE,
-    FRAMING,
-    KEY_HEADER,
-    PYTHON_HEADER,
-    TIME_HEADER,
-    VERSION_HEADER,
-    JobStatus,
-    Message,
-)
+from ..protocol import CONTENT_TYPE, FRAMING, KEY_HEADER, PYTHON_HEADER, TIME_HEADER, VERSION_HEADER, JobStatus, Message
 from .answers import address, checked_id, detail_of, error_of, text_of
 from .errors import RemoteConnectionError, RemoteError, RetryableError, refusal
 from .sockets import Socket, is_message
@@ -70,9 +59,7 @@ class Client:
         ValueError: If ``host`` is not an address.
     """
 
-    def __init__(
-        self, host: str | None = None, api_key: str | None = None, *, timeout: float = 60.0, patience: float = 60.0
-    ) -> None:
+    def __init__(self, host: str | None = None, api_key: str | None = None, *, timeout: float = 60.0, patience: float = 60.0) -> None:
         self.host = address(host or CONFIG.API.HOST)
         self._key = api_key or CONFIG.API.KEY
         self._timeout = timeout

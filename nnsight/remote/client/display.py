@@ -21,9 +21,7 @@ class Progress:
 
     def show(self, message: Message) -> None:
         """Show a message. Control characters are replaced by question marks."""
-        description = "".join(
-            character if character.isprintable() or character == "\n" else "?" for character in message["description"]
-        )
+        description = "".join(character if character.isprintable() or character == "\n" else "?" for character in message["description"])
         if message["status"] == JobStatus.LOG.value:
             self.close()
             print(description)

@@ -63,6 +63,4 @@ def ask(path: str, host: str | None = None, key: str | None = None) -> dict[str,
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as text with aligned columns."""
     widths = [max(len(row[column]) for row in [titles, *rows]) for column in range(len(titles))]
-    return "\n".join(
-        "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in [titles, *rows]
-    )
+    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in [titles, *rows])

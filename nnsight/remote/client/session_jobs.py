@@ -75,9 +75,7 @@ class _BetweenTraces(TorchFunctionMode):
         return [leaf for leaf in pytree.tree_leaves(kept) if isinstance(leaf, FakeTensor) and leaf in self._recorder._refs]
 
 
-def record_session(
-    tracer: Any, function: Callable[[], None], send: Callable[[bytes], bytes] | None = None, cuts: int = 0
-) -> Recorded:
+def record_session(tracer: Any, function: Callable[[], None], send: Callable[[bytes], bytes] | None = None, cuts: int = 0) -> Recorded:
     """Run the block of a session with its traces on fake tensors, and return the traces as one job; see :func:`record`."""
     recorder = Recorder(send=send, cuts=cuts)
     token = session_backend.set(_TraceBackend(recorder))

@@ -586,6 +586,48 @@ def test_a_job_that_runs_is_cancelled_at_once(server: Running, orders: Orders) -
     assert server.get(f"/response/{job}").json()["data"] == {"error": "JobCancelledError"}
 
 
+def test_a_job_that_is_cancelled_while_its_payload_is_read_does_not_run(
+    server: Running, orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, reading, read = server.gateway.spool.begin, threading.Event(), threading.Event()
+
+    def slow(jobs: Any) -> list[bytes]:
+        reading.set()
+        assert read.wait(20)
+        return begin(jobs)
+
+    monkeypatch.setattr(server.gateway.spool, "begin", slow)
+    job = server.submit(order(say="endless", spin=True))
+    until(reading.is_set)
+    assert requests.delete(f"{server.url}/request/{job}", timeout=10).json()["status"] == "ERROR"
+    read.set()
+    assert server.finished(server.submit(order(say="next")))["status"] == "COMPLETED" and orders.seen == ["next"]
+
+
+def test_a_job_that_is_cancelled_before_its_group_runs_takes_no_other_along(
+    server: Running, orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool, reading, read = server.gateway.spool, threading.Event(), threading.Event()
+    begin = spool.begin
+
+    def slow(jobs: Any) -> list[bytes]:
+        if len(jobs) == 2:
+            reading.set()
+            assert read.wait(20)
+        return begin(jobs)
+
+    monkeypatch.setattr(spool, "begin", slow)
+    first = server.submit(order(say="first", wait=True))
+    until(orders.started.is_set)
+    pair = [server.submit(order(say=word, kind="k")) for word in "ab"]
+    orders.gate.set()
+    until(reading.is_set)
+    requests.delete(f"{server.url}/request/{pair[0]}", timeout=10)
+    until(lambda: not spool._reader.execute("SELECT 1 FROM payload WHERE id = ?", (pair[0],)).fetchall())
+    read.set()
+    assert [server.finished(job)["status"] for job in (first, *pair)] == ["COMPLETED", "ERROR", "COMPLETED"]
+
+
 def test_jobs_of_a_group_are_cancelled_one_by_one_and_by_their_owner(guarded: Running, orders: Orders) -> None:
     def delete(job: str, key: str) -> int:
         return requests.delete(f"{guarded.url}/request/{job}", headers={"ndif-api-key": key}, timeout=10).status_code

@@ -271,8 +271,10 @@ class Gateway:
             self.metrics.waited.labels(job.model).observe(started - job.created)
             job.tell(JobStatus.RUNNING, "The job runs.", together=len(jobs))
         self.metrics.together.labels(served.text).observe(len(jobs))
-        group.payloads = await asyncio.to_thread(self.spool.begin, jobs)
         try:
+            group.payloads = await asyncio.to_thread(self.spool.begin, jobs)  # fails if a job is cancelled now, and its payload removed
+            if all(job.status.finished for job in jobs):
+                return
             logs = [functools.partial(job.tell, JobStatus.LOG) for job in jobs]
             seconds = max(job.seconds for job in jobs)
             outcomes: list[Outcome] = await served.engine.execute(group.payloads, seconds, logs)

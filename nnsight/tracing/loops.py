@@ -70,27 +70,32 @@ def is_fresh(statements: Iterable[ast.stmt], stored: set[str], bound: set[str]) 
         parts: list[ast.AST] = [statement]
         inner: list[list[ast.stmt]] = []
         targets: list[ast.AST] = [statement]
+        passed: set[str] = set()  # bound in the body only: the variables of a loop, which may run zero times
         if isinstance(statement, ast.If):
             parts, inner, targets = [statement.test], [statement.body, statement.orelse], []
         elif isinstance(statement, ast.For):
-            parts, inner, targets = [statement.iter], [statement.body, statement.orelse], [statement.target]
+            parts, inner, targets, passed = [statement.iter], [statement.body, statement.orelse], [], _stores(statement.target)
         elif isinstance(statement, ast.With):
             parts = [item.context_expr for item in statement.items]
             inner, targets = [statement.body], [item.optional_vars for item in statement.items if item.optional_vars]
         if any((_loads(part) & stored) - bound for part in parts):
             return False
         bound |= set().union(*map(_stores, targets))
-        if not all(is_fresh(block, stored, bound if isinstance(statement, ast.With) else bound.copy()) for block in inner):
-            return False
+        for number, block in enumerate(inner):
+            if not is_fresh(block, stored, bound if isinstance(statement, ast.With) else bound | (set() if number else passed)):
+                return False
     return True
 
 
 def _loads(part: ast.AST) -> set[str]:
     """Return the variables that ``part`` loads, without the variables of its comprehensions."""
-    nodes = list(ast.walk(part))
-    own = {name for node in nodes if isinstance(node, ast.comprehension) for name in _stores(node.target)}
-    changed = {node.target.id for node in nodes if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)}
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)} - own | changed
+    if isinstance(part, ast.Name):
+        return {part.id} if isinstance(part.ctx, ast.Load) else set()
+    found = set().union(*map(_loads, ast.iter_child_nodes(part)))
+    if isinstance(part, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        own = set().union(*(_stores(generator.target) for generator in part.generators))
+        return found - own | _loads(part.generators[0].iter)  # which is evaluated outside of the comprehension
+    return found | (_stores(part.target) if isinstance(part, ast.AugAssign) else set())
 
 
 def _stores(part: ast.AST) -> set[str]:

@@ -238,8 +238,8 @@ class Envoy(Located):
         entered: set[int] = set()
         pending: list[tuple[Envoy, bool]] = [(self, False)]
         while pending:
-            envoy, is_behind_its_children = pending.pop()
-            if is_behind_its_children:
+            envoy, children_are_done = pending.pop()
+            if children_are_done:
                 found.append(envoy)
             elif id(envoy) not in entered:
                 entered.add(id(envoy))

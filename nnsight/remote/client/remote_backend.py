@@ -97,7 +97,7 @@ class RemoteBackend(ProgramBackend):
         if self.model_key is None:
             model = getattr(tracer, "_model", None)
             if model is None:
-                raise ValueError(f"A {type(tracer).__name__} has no model that a server knows: name it with RemoteBackend(model_key=...).")
+                raise ValueError(f"{type(tracer).__name__} names no model for the server: use RemoteBackend(model_key=...).")
             self.model_key = model_key_of(model)
         results = super().__call__(tracer)
         if results is None and tracer.scope is not None:  # no results so far: unbind the names that refer to fake tensors

@@ -1,4 +1,4 @@
-"""What users see of a model: an envoy for each module, and the operations inside a function as its ``source``."""
+"""The user's view of a model: an envoy for each module, and ``source`` for the operations inside a function."""
 
 from .envoy import Envoy
 

@@ -1,4 +1,4 @@
-"""Attributes of envoys that need more than a look at the module."""
+"""Attributes of envoys that are not attributes of their modules, and messages about missing attributes."""
 
 from __future__ import annotations
 
@@ -52,39 +52,39 @@ def iterated(envoy: Envoy) -> list[Envoy]:
 
 
 def _device(envoy: Envoy) -> torch.device | None:
-    """Return where the first parameter is, or the first buffer; None without any."""
+    """Return the device of the first parameter, or else of the first buffer; None if the module has neither."""
     module = envoy._module
     return next((tensor.device for tensors in (module.parameters(), module.buffers()) for tensor in tensors), None)
 
 
 def _devices(envoy: Envoy) -> set[torch.device]:
-    """Return where the parameters are, or, without any, the buffers."""
+    """Return the devices of the parameters, or of the buffers if the module has no parameters."""
     module = envoy._module
     return {parameter.device for parameter in module.parameters()} or {buffer.device for buffer in module.buffers()}
 
 
 def _root(envoy: Envoy) -> Any:
-    """Return the wrapper of the model that ``envoy`` is part of; None if it is gone."""
+    """Return the root envoy of the model that ``envoy`` is part of; None if the root is gone."""
     roots: list[Any] = sorted(envoy._tree.roots, key=lambda root: len(root._edits))  # a copy with edits comes last
     below = envoy._path.removeprefix(envoy._tree.path).split(".")[1:]
     return envoy if not below else next((root for root in roots if root._descend(below) is envoy), None)
 
 
 def _parent(envoy: Envoy) -> Envoy | None:
-    """Return the envoy that has ``envoy`` as a child; None for a root, and if the wrapper of the model is gone."""
+    """Return the envoy that has ``envoy`` as a child; None for a root, and None if the root is gone."""
     root, below = _root(envoy), envoy._path.removeprefix(envoy._tree.path).split(".")[1:-1]
     return None if root is envoy or root is None else root._descend(below)
 
 
 def _original(envoy: Envoy) -> Envoy:
-    """Return the envoy of a module that was compiled by ``torch.compile``, whose envoy is that of what was compiled."""
+    """Return ``envoy``, if it mirrors the module inside of a ``torch.compile`` wrapper that the user passed."""
     if "_unwrapped" not in envoy.__dict__:
         raise AttributeError(unknown_attribute(envoy, "_orig_mod"))
     return envoy
 
 
-class _OfEnvoy(Iterations):
-    """``model.iter``, which warns where steps are chosen."""
+class _DeprecatedIterations(Iterations):
+    """The value of ``model.iter``. Choosing steps from it warns that ``tracer.iter`` replaces it."""
 
     def __getitem__(self, steps: Steps) -> IteratorTracer:
         _warn("iter")
@@ -97,16 +97,16 @@ def _all() -> IteratorTracer:
 
 
 def _warn(name: str) -> None:
-    """Warn at the line of the user who calls this's caller."""
-    warnings.warn(f"`{name}` of a model is now `tracer.{name}`, of the tracer that `with` binds.", NNsightDeprecationWarning, stacklevel=3)
+    """Warn about a deprecated attribute, at the line that calls the caller of this function."""
+    warnings.warn(f"`model.{name}` is deprecated: use `tracer.{name}` of the trace's tracer.", NNsightDeprecationWarning, stacklevel=3)
 
 
-#: Attributes of envoys whose modules have none of that name.
+#: Attributes of envoys that are looked up if the module has no attribute of that name.
 DERIVED: dict[str, Callable[[Envoy], Any]] = {
     "all": lambda envoy: _all,
     "device": _device,
     "devices": _devices,
-    "iter": lambda envoy: _OfEnvoy(),
+    "iter": lambda envoy: _DeprecatedIterations(),
     "parent": _parent,
     "root": _root,
     "_model": lambda envoy: envoy._module,
@@ -115,7 +115,7 @@ DERIVED: dict[str, Callable[[Envoy], Any]] = {
 
 
 def with_child_named(base: type[Envoy], name: str) -> type[Envoy]:
-    """Return ``base`` with its attribute ``name`` moved to ``nns_<name>``, to make room for a child module."""
+    """Return a subclass of ``base`` in which ``nns_<name>`` is the attribute ``name`` of ``base``, and ``name`` is the child module."""
     moved = getattr(base, name)
     warnings.warn(
         f"The child module `{name}` shadows an attribute of envoys: `.{name}` is the child, `.nns_{name}` the attribute.",
@@ -131,31 +131,31 @@ def with_child_named(base: type[Envoy], name: str) -> type[Envoy]:
 
 
 def ends_with(path: str, end: str) -> bool:
-    """Whether ``path`` ends with the components of ``end``, in which ``*`` is any one."""
+    """Whether ``path`` ends with the components of ``end``, where ``*`` stands for any one component."""
     parts = end.strip(".").split(".")
     last = path.split(".")[-len(parts) :]
     return len(last) == len(parts) and all(part in ("*", found) for part, found in zip(parts, last, strict=True))
 
 
 def unknown_attribute(envoy: Envoy, name: str) -> str:
-    """Return the message about an attribute that an envoy does not have: similar names, and the children."""
+    """Return the error message for a missing attribute of an envoy. It lists similar names and the children."""
     candidates = [*envoy._children, *(key for key in dir(type(envoy)) if not key.startswith("_"))]
     hint = did_you_mean(name, candidates)
     children = ", ".join(list(envoy._children)[:8]) + (", …" if len(envoy._children) > 8 else "")
     inside = f" Its child modules: {children}." if children else ""
     parent, _, own = envoy._path.rpartition(".")
-    if parent and own in ("input", "inputs", "output"):  # children that took the name of a value
+    if parent and own in ("input", "inputs", "output"):  # the user may mean the value, whose name the child took
         inside += f" The {own} of `{parent}` is `{parent}.nns_{own}`."
     return f"`{envoy._path}` ({type(envoy._module).__name__}) has no attribute `{name}`.{hint}{inside}"
 
 
 def check_root(module: Any, path: Any, interleaver: Any, parent: Any) -> None:
-    """Raise a ``TypeError`` for arguments that an envoy cannot be made of."""
+    """Raise a ``TypeError`` for invalid arguments of a root envoy."""
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"An envoy mirrors a torch.nn.Module, not {type(module).__name__}.")
     if not isinstance(path, str) or not path or not all(part.isidentifier() or part.isdecimal() for part in path.split(".")):
-        raise TypeError(f"path= is the name under which locations are known, such as 'model', not {path!r}.")
+        raise TypeError(f"path= must be a dotted name with which locations begin, such as 'model'; got {path!r}.")
     if interleaver is not None:
-        raise TypeError("interleaver= is None: each run has an interleaver of its own.")
+        raise TypeError("interleaver= must be None: each run has an interleaver of its own.")
     if parent is not None:
-        raise TypeError("parent= is None: to put a module below another, set it as an attribute, as in `model.layer.adapter = module`.")
+        raise TypeError("parent= must be None: to add a module below another, set it as an attribute: `model.layer.adapter = module`.")

@@ -1,7 +1,8 @@
 """The user's view of a module: an envoy.
 
 An envoy mirrors one ``torch.nn.Module`` and adds the values of its calls: ``.output``, ``.input``, ``.inputs``. Child modules are envoys
-under their own names; other attributes and methods are those of the module. Paths such as ``model.transformer.h.0`` name locations.
+under their own names. All other attributes and methods are those of the module. Locations begin with a path, such as
+``model.transformer.h.0``.
 
 If a child module has the name of an attribute of envoys (BERT has modules called ``output``), the child keeps its name, and the attribute
 moves to ``nns_<name>``.
@@ -33,26 +34,27 @@ from .attributes import DERIVED, ends_with, entries, envoy_of_entry, iterated, u
 from .showing import shown
 from .source import Source, source_of
 
-#: Which class the envoys of a tree have.
+#: The argument ``envoys=``, which chooses classes for the envoys of a tree; see :class:`Envoy`.
 EnvoyClasses: TypeAlias = "type[Envoy] | Mapping[type[torch.nn.Module] | str, type[Envoy]] | None"
 
 
 class Envoy(Located):
     """Mirror of ``module`` in the tree of a wrapped model.
 
-    Without a ``tree`` it is the root of its own, and an :class:`~nnsight.modeling.base.NNsight`; so is that of a class of envoys of yours.
+    ``Envoy(module)`` without a ``tree`` is the root of a new tree, and a :class:`~nnsight.modeling.base.NNsight`. This also holds for
+    user-defined subclasses.
 
     Args:
         module: The mirrored module.
-        path: Its path, the prefix of its locations.
-        interleaver: None: each run has one of its own.
+        path: Path of the module, the prefix of its locations.
+        interleaver: Must be None: each run has an interleaver of its own.
         rename: Further names of modules below a root, see :mod:`nnsight.envoy.renaming`.
-        envoys: The class of the envoys below: one class, or a class for each type of module (looked up along the
-            module's base classes) or else end of a path (``"attn"``, ``"mlp.act"``, ``"layers.*"`` for every entry of ``layers``),
-            also in names that ``rename=`` gives; plain envoys for modules it does not name.
-        parent: None: an envoy below another is made by setting a module as its attribute.
-        tree: The tree it belongs to, which its root keeps alive; a new one is made for a root.
-        known: Envoys made so far, by module, so that a module shared by two parents has one envoy.
+        envoys: The class of the envoys below this one, or a dict of classes. A key is a type of modules (base classes count), or the end of
+            a path: ``"attn"``, ``"mlp.act"``, ``"layers.*"`` for every entry of ``layers``. Types go first. Paths may use names of
+            ``rename=``. Modules without a matching key get plain envoys.
+        parent: Must be None: to add a module below another, set it as an attribute.
+        tree: The tree of the envoy, which the root keeps alive; None for a new root.
+        known: Existing envoys by module, so that a module with two parents has one envoy.
     """
 
     _path: str
@@ -61,10 +63,10 @@ class Envoy(Located):
     _version: int
     _envoys: EnvoyClasses
     _aliases: set[str]
-    _shown_envoys: dict[str, Envoy]  # those of modules that are attributes and no children
+    _shown_envoys: dict[str, Envoy]  # envoys of modules that are attributes, but not children, by attribute name
 
     def __new__(cls, *args: Any, tree: ModuleTree | None = None, **kwargs: Any) -> Self:
-        is_root = tree is None and (args or kwargs)  # a copy has no arguments
+        is_root = tree is None and (args or kwargs)  # `copy` and `pickle` call this without arguments
         return super().__new__(late("root_class")(cls) if is_root else cls)
 
     def __init__(
@@ -79,7 +81,7 @@ class Envoy(Located):
         tree: ModuleTree | None = None,
         known: dict[torch.nn.Module, Envoy] | None = None,
     ) -> None:
-        assert tree is not None  # a root without one is made by its own class
+        assert tree is not None  # `__new__` gives roots another class, which creates the tree
         self.__dict__.update(_path=path, _module=module, _children={}, _envoys=envoys, _aliases=set(), _version=tree.version)
         self.__dict__.update(_shown_envoys={}, _tree_of_root=(weakref.ref(tree), tree._traced_call))
         known = {} if known is None else known
@@ -92,17 +94,17 @@ class Envoy(Located):
 
     @property
     def _fake_output(self) -> Any:
-        """What the module returned in the latest scan, as fake tensors; None if it did not run in it."""
+        """Output of the module in the latest scan, with fake tensors; None if the module did not run in that scan."""
         return self._fakes.get(f"{self._path}.output")
 
     @property
     def _fake_inputs(self) -> Any:
-        """All arguments of the module's call in the latest scan, ``(args, kwargs)`` with fake tensors, or None likewise."""
+        """Arguments ``(args, kwargs)`` of the module in the latest scan, with fake tensors; None if it did not run in that scan."""
         return self._fakes.get(f"{self._path}.input")
 
     @property
     def _fakes(self) -> Mapping[str, Any]:
-        """What passed each location of the model in the latest scan."""
+        """The values of the latest scan by location."""
         return self._tree.fakes
 
     @property
@@ -117,7 +119,7 @@ class Envoy(Located):
 
     @property
     def interleaver(self) -> Interleaver:
-        """The run that is active in this context; outside of one, a run without blocks that never started."""
+        """The run that is active in this context; outside of a run, an interleaver without blocks that is not started."""
         run: Any = active_interleaver()
         return run or Interleaver()
 
@@ -125,7 +127,7 @@ class Envoy(Located):
 
     @property
     def _as_root(self) -> Any:
-        """This module as the root of traces of its own; see :mod:`nnsight.modeling.component`."""
+        """A root for traces of this module alone; see :mod:`nnsight.modeling.component`."""
         return late("component_of")(self)
 
     @uncompiled
@@ -140,21 +142,21 @@ class Envoy(Located):
 
     @uncompiled
     def scan(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the block, and this module alone on its own arguments, on fake tensors: sizes and types without values."""
+        """Run the block, and this module alone on its own arguments, on fake tensors, which have shapes and dtypes but no values."""
         return self._as_root.scan(*args, **kwargs)
 
     @uncompiled
     def session(self, *args: Any, **kwargs: Any) -> Any:
-        """Group traces; see :meth:`NNsight.session <nnsight.modeling.base.NNsight.session>`."""
+        """Group traces of this module; see :meth:`NNsight.session <nnsight.modeling.base.NNsight.session>`."""
         return self._as_root.session(*args, **kwargs)
 
     @uncompiled
     def edit(self, *, inplace: bool = False, backend: Backend | None = None) -> Any:
-        """Keep a block for runs of this module by itself, as :meth:`NNsight.edit` does for those of the model."""
+        """Store a block that runs whenever this module runs alone, as :meth:`NNsight.edit` does for runs of the model."""
         return self._as_root.edit(inplace=inplace, backend=backend)
 
     def clear_edits(self) -> None:
-        """Forget the blocks of :meth:`edit`."""
+        """Remove the blocks that :meth:`edit` stored."""
         self._as_root.clear_edits()
 
     # -- the module ----------------------------------------------------------------------------------------------
@@ -162,14 +164,14 @@ class Envoy(Located):
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
         """Call the module.
 
-        Inside a block the module is applied to the block's own values, outside its normal place in the forward pass: its torch
-        hooks run, and no location is passed.
+        Inside a block, the module is applied to the block's own values, in addition to its calls in the forward pass. Its torch hooks run,
+        but its locations are not passed.
 
-        With ``hook`` the locations of the module, and of those below it, are passed all the same, so that other invokes can read
-        and edit them: for modules that are not part of the forward pass, such as an autoencoder added to the model.
+        With ``hook=True``, the locations of the module and of the modules below it are passed, so that other invokes can read and edit
+        their values. This is meant for modules outside of the forward pass, such as an autoencoder that was added to the model.
         """
         if is_compiling():
-            load("call_edited")  # dynamo then knows what the active run is
+            load("call_edited")  # registers with dynamo how it reads the active run
         run = active_interleaver()
         if run is None or run.current is None:
             if "_component" in self.__dict__ and self.__dict__["_component"]._edits_apply():
@@ -205,7 +207,7 @@ class Envoy(Located):
             raise IndexError(f"`{self._path}` has {len(children)} children; index {key} is out of range.") from None
 
     def __len__(self) -> int:
-        """Return the length of the module, which is a ``TypeError`` if it has none."""
+        """Return the length of the module. Raises a ``TypeError`` if the module has no length."""
         module: Any = self._module
         return len(module)
 
@@ -217,7 +219,7 @@ class Envoy(Located):
 
     @property
     def source(self) -> Source:
-        """The operations inside the module's ``forward``, by name; ``print`` it to see them.
+        """The operations inside the module's ``forward``, by name; ``print(module.source)`` shows them.
 
         Raises:
             SourceError: If the ``forward`` has no Python source.
@@ -229,16 +231,16 @@ class Envoy(Located):
         return source_of(self)
 
     def modules(self, include_fn: Callable[[Envoy], bool] | None = None, names: bool = False) -> list[Any]:
-        """Return this envoy and all below it for which ``include_fn`` is true, each once; with ``names``, pairs of path and envoy.
+        """Return this envoy and all envoys below it for which ``include_fn`` is true, each once; with ``names``, pairs of path and envoy.
 
-        Children come before the envoy that has them, this one comes last.
+        Children come before their parent, so this envoy comes last.
         """
         found: list[Envoy] = []
         entered: set[int] = set()
         pending: list[tuple[Envoy, bool]] = [(self, False)]
         while pending:
-            envoy, is_behind_its_children = pending.pop()
-            if is_behind_its_children:
+            envoy, children_are_done = pending.pop()
+            if children_are_done:
                 found.append(envoy)
             elif id(envoy) not in entered:
                 entered.add(id(envoy))
@@ -248,20 +250,20 @@ class Envoy(Located):
         return [(envoy._path, envoy) for envoy in chosen] if names else chosen
 
     def named_modules(self, include_fn: Callable[[Envoy], bool] | None = None) -> list[tuple[str, Envoy]]:
-        """Return path and envoy of this module and all below it; see :meth:`modules`."""
+        """Return pairs of path and envoy, for this envoy and all envoys below it; see :meth:`modules`."""
         return Envoy.modules(self, include_fn, names=True)
 
     def get(self, path: str) -> Any:
-        """Return what a dotted path below this envoy names, such as ``"transformer.h.0.output"``."""
+        """Return the envoy or value at a dotted path below this envoy, such as ``"transformer.h.0.output"``."""
         value: Any = self
         for part in path.split("."):
             children = value._children if isinstance(value, Envoy) else {}
             value = children[part] if part in children else getattr(value, part)
         return value
 
-    @property  # asked at each value that a block reads
+    @property  # read at each value that a block reads, so it is fast
     def _tree(self) -> ModuleTree:  # type: ignore[override]
-        """The tree, which the root holds; without that, the one of another wrapper of the model, else one of this module alone."""
+        """The tree of the root. If the root is gone: the tree of another wrapper of the model, else a new tree of this module alone."""
         own: ModuleTree | None = self.__dict__.get("_own_tree")
         if own is not None:
             return own
@@ -297,12 +299,12 @@ class Envoy(Located):
         return value
 
     def _envoy_of(self, name: str, module: torch.nn.Module) -> Any:
-        """Return the envoy of a module that is an attribute ``name`` and no child: that of a property, or one set past ``nn.Module``."""
+        """Return the envoy of a module that is the value of an attribute, but not a child, such as the value of a property."""
         known = self._shown_envoys.get(name)
         if known is not None and known._module is module:
             return known
         if module not in self._tree.paths:
-            if getattr(self._module, name) is not module:  # one that is made each time
+            if getattr(self._module, name) is not module:  # a property that creates a new module at each read
                 return module
             self._tree.take_in(self._module, name)
         starts: list[Envoy] = [self, *self._tree.roots]
@@ -318,11 +320,11 @@ class Envoy(Located):
         return made
 
     def _method(self, name: str, method: types.MethodType) -> Callable[..., Any]:
-        """Return ``method``, which in the header of a ``with`` statement is traced.
+        """Wrap ``method`` so that its call in the header of a ``with`` statement is traced.
 
-        A method that returns the module, such as ``to`` and ``eval``, returns this envoy: calls are chained on wrapped models too.
+        If the method returns the module, as ``to`` and ``eval`` do, the wrapper returns this envoy. So calls can be chained.
         """
-        if inspect.isgeneratorfunction(inspect.unwrap(method.__func__)):  # a context manager of its own
+        if inspect.isgeneratorfunction(inspect.unwrap(method.__func__)):  # the method itself may be a context manager
             return method
 
         @functools.wraps(method)
@@ -337,7 +339,7 @@ class Envoy(Located):
         return call
 
     def _call_method(self, name: str, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``method`` of the module, outside the header of a ``with`` statement; roots run their edits beside it."""
+        """Call ``method`` of the module outside of the header of a ``with`` statement. Roots override this to apply their edits."""
         return method(*args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -347,14 +349,14 @@ class Envoy(Located):
             return
         run = active_interleaver()
         if run is not None and run.current is not None and name not in self.__dict__ and not hasattr(type(self), name):
-            raise AttributeError(f"{unknown_attribute(self, name)} Assigning to it would do nothing to the run.")
+            raise AttributeError(f"{unknown_attribute(self, name)} Assigning to it would have no effect on the run.")
         super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(self._module)})
 
     def __repr__(self) -> str:
-        """Return what torch shows of the module, with further names and with the described properties that classes of envoys add."""
+        """Return the module's ``repr``, with the names of ``rename=`` and with the described properties of classes of envoys."""
         if not any(described(type(envoy), Envoy) or envoy._aliases for envoy in Envoy.modules(self)):
             return repr(self._module)
         return repr(shown(self, Envoy))
@@ -362,7 +364,7 @@ class Envoy(Located):
     # -- keeping up with the module ------------------------------------------------------------------------------
 
     def _adopt(self, name: str, child: torch.nn.Module, known: dict[torch.nn.Module, Envoy]) -> None:
-        """Mirror ``child`` under ``name``."""
+        """Add the envoy of ``child`` as the child ``name``, and create it if ``known`` has none."""
         envoy = known.get(child)
         if envoy is None:
             path = self._tree.paths.get(child, f"{self._path}.{name}")
@@ -373,7 +375,7 @@ class Envoy(Located):
         self.__dict__[name] = envoy
 
     def _class_for(self, module: torch.nn.Module, path: str) -> type[Envoy]:
-        """Return the class of the envoy of ``module``, which is at ``path``."""
+        """Return the class that ``envoys=`` chooses for the envoy of ``module`` at ``path``."""
         if isinstance(self._envoys, type):
             return self._envoys
         classes: Mapping[Any, type[Envoy]] = self._envoys or {}
@@ -385,7 +387,7 @@ class Envoy(Located):
         return next((chosen for end, chosen in ends.items() if any(ends_with(known, end) for known in paths)), Envoy)
 
     def _descend(self, parts: Sequence[str]) -> Envoy | None:
-        """Return the envoy that a path of child names leads to."""
+        """Return the envoy at a path of child names; None if there is none."""
         envoy: Envoy | None = self
         for part in parts:
             envoy = None if envoy is None else envoy._children.get(part)
@@ -395,25 +397,25 @@ class Envoy(Located):
         if self.__dict__.get(name) is target:
             return
         if not name.isidentifier():
-            raise ValueError(f"rename: {name!r} is not a name; the new name of a module is one word.")
+            raise ValueError(f"rename: {name!r} is not a valid name; the new name of a module must be a Python identifier.")
         if name in self.__dict__ or hasattr(type(self), name) or hasattr(self._module, name):
             known = {**dict.fromkeys(self._aliases, "an alias already bound"), **dict.fromkeys(self._children, "a child module")}
             owner = next((kind for kind in reversed(type(self).__mro__) if name in vars(kind)), type(self._module))
             what = known.get(name, f"`{owner.__name__}.{name}`")
-            raise ValueError(f"rename: {name!r} would hide an attribute of `{self._path}`, {what}. Choose another name.")
+            raise ValueError(f"rename: {name!r} would shadow an attribute of `{self._path}`, {what}. Choose another name.")
         self.__dict__[name] = target
         self._aliases.add(name)
 
     def _sync(self) -> None:
-        """Mirror the modules as they are now; envoys of modules that stayed keep their identity."""
+        """Mirror the present modules, if the tree has changed. Existing modules keep their envoys."""
         version = self._tree.refresh()
         if version != self._version:
             self._mirror({envoy._module: envoy for envoy in Envoy.modules(self)}, version)
 
     def _update(self, module: torch.nn.Module) -> None:
-        """Mirror ``module``; this envoy and those below keep their identity, and find their modules by name.
+        """Replace the mirrored module by ``module``. This envoy and the envoys below it stay, and find their new modules by name.
 
-        Attributes of envoys that are modules of the former tree become those of the new one, too.
+        Attributes of envoys that refer to replaced modules are updated, too.
         """
         replaced: dict[torch.nn.Module, torch.nn.Module] = {}
         moved: dict[Envoy, torch.nn.Module] = {}

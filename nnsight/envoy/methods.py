@@ -1,4 +1,4 @@
-"""Methods of classes of envoys that are traces."""
+"""The decorator ``traceable``, for methods of user-defined envoys that can be traced."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def traceable(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a method of a class of envoys, which in the header of a ``with`` statement is traced then.
+    """Decorate a method of a class of envoys, so that its call in the header of a ``with`` statement is traced.
 
-    The method runs with the block, and ``tracer.result`` is what it returns. A call elsewhere runs it, too; in both cases a root class
-    prepares the input as for its ``trace``, and its edits apply. In a block and in a run the call is the method, and nothing else.
+    The method runs together with the block, and ``tracer.result`` is its return value. Other calls run the method alone. In both cases, the
+    root prepares the input as for its ``trace``, and its edits apply. Inside a block or a run, the undecorated method is called.
 
     Example:
         >>> class Encoder(NNsight):

@@ -1,4 +1,4 @@
-"""What ``print(model)`` shows beyond the module: further names, and described properties."""
+"""Further names and described properties in the output of ``print(model)``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def shown(envoy: Envoy, base: type[Envoy]) -> torch.nn.Module:
-    """Return a stand-in for the module that torch shows with what its envoy, of a class below ``base``, adds."""
+    """Return a copy of the module for ``repr``, extended by the names and properties of its envoy. Properties of ``base`` are left out."""
     module = envoy._module
     stand_in: torch.nn.Module = object.__new__(type(module))
     names: dict[str, list[str]] = {name: [name] for name in envoy._children}

@@ -1,8 +1,8 @@
 """The user's view of the inside of a function: ``envoy.source``.
 
-``print(module.source)`` shows the source of the module's ``forward`` with the names of its operations, that is of the calls and the
-assignments in it. An operation has ``.output``, ``.input`` and ``.inputs`` as a module has, and a ``.source`` if it calls a Python
-function. Runs stop at an operation once it is named; see :mod:`nnsight.runtime.modules.operations`.
+``print(module.source)`` shows the source of the module's ``forward`` with the names of its operations: its calls and assignments. An
+operation has ``.output``, ``.input`` and ``.inputs`` like a module, and a ``.source`` if it calls a Python function. Runs pass the
+locations of a function's operations once code has asked for them; see :mod:`nnsight.runtime.modules.operations`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _CONTEXT = 5
 
 
 class Source:
-    """The operations of the ``function``, with its decorators, of the module or operation at ``path``.
+    """The operations of ``function``, which the module or operation at ``path`` calls.
 
-    The function is ``None`` if only a run can tell which one is called.
+    ``function`` may be decorated. It is ``None`` if only a run can determine which function is called.
 
     Raises:
         SourceError: If the function has no Python source.
@@ -37,15 +37,15 @@ class Source:
         self._path = path
         self._function = None if function is None else layers_of(function, f"`{path}`")[-1]
         if self._function is not None:
-            listing_of(self._function)  # raises if there is no source
+            listing_of(self._function)  # raises now if there is no source
 
     @property
     def _listing(self) -> Listing:
         function = self._function or self._tree.called_at(self._path)
         if function is None:
             raise SourceError(
-                f"Which function `{self._path}` calls is known while the model runs only. Trace the model once; its operations can be "
-                "listed from then on."
+                f"The function that `{self._path}` calls is only known while the model runs. Trace the model once; after that, its "
+                "operations can be listed."
             )
         return listing_of(layers_of(function, f"`{self._path}`")[-1])
 
@@ -78,7 +78,7 @@ class Source:
         return tuple(self._listing.operations)
 
     def __iter__(self) -> Iterator[NamedOperation]:
-        """Yield the operations, each as its name, which has the attributes of the operation as well."""
+        """Iterate over the operations. Each is a string, its name, with the attributes of the operation."""
         return (NamedOperation(self, name) for name in self._listing.operations)
 
     def __len__(self) -> int:
@@ -90,7 +90,7 @@ class Source:
     def __repr__(self) -> str:
         """Return the source, each line with the names of the operations that begin on it."""
         if not self._is_known:
-            return f"<source of {self._path}, known when the model has run once more>"
+            return f"<source of {self._path}, known after the next run of the model>"
         listing = self._listing
         starting: dict[int, list[str]] = {}
         for operation in listing.operations.values():
@@ -108,7 +108,7 @@ class Source:
 
 
 class NamedOperation(str):
-    """The name of an operation of ``source``, with the attributes of the operation: ``.output``, ``.input``, ``.source``, …"""
+    """The name of an operation of ``source``, as a string with the attributes of the operation: ``.output``, ``.input``, ``.source``, …"""
 
     def __new__(cls, source: Source, name: str) -> NamedOperation:
         made = super().__new__(cls, name)
@@ -133,7 +133,7 @@ def source_of(envoy: Envoy) -> Source:
 
 
 class OperationEnvoy(Located):
-    """One operation, ``name`` of ``source``; ``operation`` is ``None`` if only a run can tell which function is called."""
+    """The operation ``name`` of ``source``. ``operation`` is ``None`` if only a run can determine the function of ``source``."""
 
     def __init__(self, source: Source, name: str, operation: Operation | None) -> None:
         self._source = source
@@ -152,11 +152,11 @@ class OperationEnvoy(Located):
         """The operations of the function that this operation calls.
 
         Raises:
-            SourceError: If it calls a module (use that module's envoy) or a C function.
+            SourceError: If the operation calls a module (use that module's envoy) or a C function, or is an assignment.
         """
         source, tree = self._source, self._source._tree
         if self._operation is not None and self._operation.callee is None:
-            raise SourceError(f"`{self._path}` is an assignment, which calls nothing. Use the `.source` of what made its value.")
+            raise SourceError(f"`{self._path}` is an assignment, which calls nothing. Use the `.source` of the call that made its value.")
         callee = None if self._operation is None else tree.callee(source._path, self._operation)
         for known, path in tree.paths.items():
             if known is callee:
@@ -168,13 +168,13 @@ class OperationEnvoy(Located):
         return Source(tree, self._path, callee)
 
     def _watch(self, path: str) -> None:
-        """Let runs stop at the operations of the function at ``path``."""
+        """Make runs pass the locations of the operations of the function at ``path``."""
         run = active_interleaver()
         in_block = run is not None and run.current is not None
         self._source._tree.open_source(path, run if in_block else None)
 
     def __repr__(self) -> str:
-        """Return the lines around the operation, which is marked by arrows."""
+        """Return the lines around the operation. Arrows mark its line."""
         operation = self._operation
         if operation is None:
             return f"<operation {self._path}, known while the model runs>"

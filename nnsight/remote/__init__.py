@@ -1,10 +1,10 @@
 """Remote execution: blocks as data.
 
-The client records a block against fake tensors and sends it as one safetensors file. The server validates it and runs it on its model.
-Neither side executes Python or pickles of the other.
+The client records a block on fake tensors and sends it as one safetensors file. The server validates the file and runs it on its model.
+Neither side executes Python code or unpickles objects of the other side.
 
-For servers: ``execute_payload(model, payload, limits) -> bytes``, or in steps ``decode``, ``validate``. For clients: a subclass of
-:class:`ProgramBackend` that sends bytes and returns bytes. Imported on first use only.
+A server calls ``execute_payload(model, payload, limits) -> bytes``. ``decode`` and ``validate`` are the steps before the run. A client is
+a subclass of :class:`ProgramBackend` that sends bytes and returns bytes. ``import nnsight`` imports this package on first use only.
 """
 
 from __future__ import annotations

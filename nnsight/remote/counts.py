@@ -1,4 +1,4 @@
-"""The counts of :mod:`nnsight.program.counts`, under an earlier name."""
+"""Earlier import path of :mod:`nnsight.program.counts`."""
 
 from __future__ import annotations
 

@@ -1,16 +1,16 @@
-"""Jobs of several clients in one forward pass. Each job sees its own rows only.
+"""Groups: jobs of several clients in one forward pass. Each job sees only its own rows.
 
-The inputs of the jobs are joined as those of invokes are, and the blocks of each job are bound to its rows
-(:class:`~nnsight.runtime.rows.batching.BatchGroup`). Inputs differ in the number of rows only, so nothing is padded and each program gets
-the sizes that it was checked with. For generations see :mod:`~nnsight.program.run.generations`.
+The inputs of the jobs are joined like the inputs of invokes, and the blocks of each job are bound to its rows
+(:class:`~nnsight.runtime.rows.batching.BatchGroup`). The inputs of a group differ only in the number of rows. So nothing is padded, and
+each program gets the sizes for which it was validated. For generations see :mod:`~nnsight.program.run.generations`.
 
-No job may see rows of another one. A tensor without a batch axis may be computed from all rows, so a program that reads one runs alone.
-So do programs that skip modules, end the run or compute gradients, and all jobs of a group that fails: one program must not make another
-one fail. A model that computes across rows (statistics of a batch, experts with a limited capacity) needs a server without groups.
+No job may see the rows of another job. A tensor without a batch axis may be computed from all rows, so a program that reads one runs alone.
+Programs that skip modules, end the run or compute gradients run alone, too. If a group fails, its jobs run one by one, so that no program
+makes another one fail. A model that computes across rows (batch statistics, experts with a limited capacity) needs a server without groups.
 
-A compiled model is compiled for the blocks of a whole group. So its groups consist of equal programs for inputs of equal sizes, in
-numbers of 2, 4, 8, ...: a smaller group is filled up with copies of its last job, whose results are dropped. So a program has one variant
-for each of these numbers. Its generations run alone, because each combination of ends would be another program.
+A compiled model is compiled for the blocks of a whole group. So its groups consist of equal programs with inputs of equal sizes, and they
+have 2, 4, 8, ... jobs: copies of the last job fill up a smaller group, and their results are dropped. So a program has one variant for each
+of these group sizes. Generations on compiled models run alone, because each combination of lengths would be another program.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from ..runtime.rows.batching import BatchGroup, View
 
 _log = logging.getLogger("nnsight.remote")
 
-#: Kinds of nodes of programs that run alone.
+#: Kinds of nodes that make a program run alone.
 _ALONE = frozenset({"skip", "stop", "requires_grad", "backward"})
 
 
 class _NotTogetherError(Exception):
-    """A program has to run alone."""
+    """Raised in the run of a group whose jobs must run alone."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Tenant(BatchGroup):
     tokens: Tokens | None = field(default=None, compare=False)
 
     def view(self, location: str, occurrence: int, whole: Any) -> View:
-        """Return ``whole`` as this job sees it."""
+        """Return the view of this job on ``whole``, the value at a location."""
         self.shared.clear()
         if self.tokens is not None and location in RETURNED:
             return Returned(self, location, occurrence, whole, self.tokens)
         return super().view(location, occurrence, whole)
 
     def rows_of(self, tensor: torch.Tensor, found: Any) -> Any:
-        """Return the place of the rows of ``tensor``, and note if it has none."""
+        """Return the position of the rows of ``tensor``. A tensor without rows is added to :attr:`shared`."""
         rows = super().rows_of(tensor, found)
         if rows is None:
             self.shared.add(id(tensor))
@@ -74,7 +74,7 @@ class Tenant(BatchGroup):
 
 
 class _TenantMediator(Mediator):
-    """A block of a job that may end before others do."""
+    """A block of one job in a group. It waits at no location of the model after the end of its job's generation."""
 
     __slots__ = ()
 
@@ -86,7 +86,7 @@ class _TenantMediator(Mediator):
 
 
 class _TenantInterpreter(Interpreter):
-    """The blocks of one job among others."""
+    """Interprets the blocks of one job in a group. The run of the group fails if the job must run alone."""
 
     mediator = _TenantMediator
 
@@ -99,12 +99,12 @@ class _TenantInterpreter(Interpreter):
     def _do(self, number: int, node: Any, along: Any) -> None:
         try:
             super()._do(number, node, along)
-        except Exception as error:  # the run alone shows what is wrong, if anything is
+        except Exception as error:  # the job may fail only because of the group; if not, its run alone raises the error again
             raise _NotTogetherError from error
 
 
 def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Hashable | None:
-    """Return a key of the jobs that can run as one batch; ``None`` for one that has to run alone.
+    """Return a key that is equal for jobs that can run as one group; ``None`` for a job that must run alone.
 
     Raises:
         InvalidProgramError: If the payload is malformed.
@@ -119,10 +119,10 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     if not described:
         return None
     if drops(model._tree.paths):
-        return None  # the numbers drawn for a job would depend on the other jobs
+        return None  # random numbers of a job would depend on the other jobs
     if run["call"] == "generate":
         check_call(model, run, limits or Limits())
-        # The result has another length after the end of the job.
+        # In a group, the result may be longer than the generation of this job, so it cannot be replaced.
         replaces = any(node["do"] == "write" and node["site"] in RETURNED for node in job.nodes)
         if replaces or not joins(model._module, _options(job)):
             return None
@@ -131,29 +131,29 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
         for name, tree in run["kwargs"]["dict"]
         if name == "attention_mask" and type(tree) is dict and "tensor" in tree
     ]
-    padded = [f"padded: {not bool(mask.all())}" for mask in masks]  # without padding, models do without a mask
+    padded = [f"padded: {not bool(mask.all())}" for mask in masks]  # models ignore masks that hide nothing
     program = [hashlib.sha256(job.header).hexdigest()] if model._compile_by_default else []
     return "\n".join([described, *padded, *program])
 
 
-#: Jobs whose kind was asked for and that have not run, by payload: a job has its tensors for one run.
+#: Decoded jobs between :func:`kind_of` and their run. A run removes its job, because the tensors of a job are for one run.
 _waiting: dict[tuple[bytes, Limits], Job] = {}
-_MOST_WAITING, _LONGEST_WAITING = 128, 2**16
+_MAX_WAITING, _MAX_WAITING_BYTES = 128, 2**16
 
 
 def _decoded(payload: bytes, limits: Limits) -> Job:
-    """Return a job that is about to wait for its run."""
+    """Decode a payload, and keep a small job for its run."""
     job = decode_known(payload, limits)
-    if len(payload) <= _LONGEST_WAITING:
-        with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # another thread makes room, too
-            while len(_waiting) >= _MOST_WAITING:
+    if len(payload) <= _MAX_WAITING_BYTES:
+        with contextlib.suppress(KeyError, RuntimeError, StopIteration):  # another thread may remove entries at the same time
+            while len(_waiting) >= _MAX_WAITING:
                 del _waiting[next(iter(_waiting))]
         _waiting[payload, limits] = job
     return job
 
 
 def _described_job(job: Job) -> str:
-    """Return the call of a job without values and rows; empty for one that has to run alone."""
+    """Return a description of a job's call without values and numbers of rows; an empty string if the job must run alone."""
 
     def leaf(kind: str, name: str) -> Any:
         tensor = job.tensors[name]
@@ -166,7 +166,7 @@ def _described_job(job: Job) -> str:
 
 
 def _options(job: Job) -> dict[str, Any]:
-    """Return the options of a generation without its tensors."""
+    """Return the options of a generation, except for tensors."""
     given = read_tree(job.runs[0]["kwargs"], lambda kind, content: ABSENT)
     return {name: value for name, value in given.items() if value is not ABSENT}
 
@@ -177,11 +177,10 @@ def execute_payloads(
     limits: Limits | None = None,
     logs: Sequence[Callable[[str], None]] | None = None,
 ) -> list[bytes | Exception]:
-    """Run payloads of one kind (:func:`kind_of`) as one batch; return the result of each, or its error.
+    """Run payloads with the same key (:func:`kind_of`) as one group. Returns the result, or the error, of each payload.
 
-    ``logs`` are called with the lines of each job after the batch has run: a batch that fails has printed nothing.
-
-    The results are those of :func:`~.execution.execute_payload`, up to the rounding that comes with another size of batch.
+    ``logs`` are called with the lines that each job prints, once the group has run. If the group fails, its lines are dropped, and each job
+    runs alone. The results equal those of :func:`~.execution.execute_payload`, except for rounding that depends on the batch size.
     """
     limits = limits or Limits()
     outcomes: list[bytes | Exception | None] = [None] * len(payloads)
@@ -195,7 +194,7 @@ def execute_payloads(
             outcomes[index] = error
     if len(jobs) > 1:
         company = list(jobs.values())
-        if model._compile_by_default:  # with their own tensors, as the others: shared ones would be another program
+        if model._compile_by_default:  # decoded again, because tensors that two jobs share would be another program
             more = (1 << (len(company) - 1).bit_length()) - len(company)
             company += [decode_known(payloads[max(jobs)], limits) for _ in range(more)]
         try:
@@ -204,7 +203,7 @@ def execute_payloads(
                     logs[index](line)  # type: ignore[index]
                 outcomes[index] = outcome
                 del jobs[index]
-        except Exception as error:  # runs of each alone show which job fails
+        except Exception as error:  # the runs of the single jobs show which of them fails
             _log.debug("jobs run one by one after all: %r", error)
     for index, job in jobs.items():
         try:
@@ -214,15 +213,10 @@ def execute_payloads(
     return [outcome for outcome in outcomes if outcome is not None]
 
 
-def _execute_together(
-    model: NNsight, jobs: Sequence[Job], limits: Limits
-) -> list[tuple[bytes | Exception, list[str]]]:
-    """Return the outcome of each job, and the lines that it prints."""
+def _execute_together(model: NNsight, jobs: Sequence[Job], limits: Limits) -> list[tuple[bytes | Exception, list[str]]]:
+    """Run ``jobs`` as one group. Returns the outcome of each job, and the lines that it prints."""
     lines: list[list[str]] = [[] for _ in jobs]
-    interpreters = [
-        prepared(_TenantInterpreter, model, job, limits, printed.append)
-        for job, printed in zip(jobs, lines, strict=True)
-    ]
+    interpreters = [prepared(_TenantInterpreter, model, job, limits, printed.append) for job, printed in zip(jobs, lines, strict=True)]
     parts = [inputs_of(job.runs[0], job.tensors, interpreters[0].device) for job in jobs]
     batched: Any = None
     sizes: list[int] = []
@@ -235,7 +229,7 @@ def _execute_together(
     generation: Any = None
     tokens: Tokens | None = None
     if jobs[0].runs[0]["call"] == "generate":
-        # Checked again, because a gateway may have a model without weights and with other options.
+        # Checked again: the model of the gateway has no weights, and may have other generation options.
         if not joins(model._module, _options(jobs[0])):
             raise _NotTogetherError
         generation, tokens = Generation(model), Tokens(ends_of(model._module, batched[1]))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Assertions in blocks of test modules.
 
-pytest rewrites the ``assert`` statements of the modules it collects, so that a failure shows the values. A block is compiled from its text,
-so its assertions are rewritten here, by pytest's own function.
+pytest rewrites the ``assert`` statements of the modules that it collects, so that a failure shows the compared values. A block is compiled
+from the original text, so its assertions are rewritten here, by pytest's own function.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def are_rewritten(module_globals: dict[str, Any]) -> bool:
 
 
 def rewritten(body: list[ast.stmt]) -> list[ast.stmt]:
-    """Return ``body`` with the assertions in it as pytest writes them."""
+    """Return ``body`` with its assertions rewritten by pytest."""
     rewrite = getattr(sys.modules.get("_pytest.assertion.rewrite"), "rewrite_asserts", None)
     if rewrite is None or not any(isinstance(part, ast.Assert) for statement in body for part in ast.walk(statement)):
         return body

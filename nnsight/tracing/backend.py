@@ -1,4 +1,4 @@
-"""Where a captured block runs."""
+"""Backends decide where a captured block runs."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ if TYPE_CHECKING:
 
 
 class Backend:
-    """Decides what happens to a compiled block.
+    """Decides where and when a compiled block runs.
 
-    A subclass overrides ``__call__``, gets the function from ``super().__call__(tracer)`` and either runs it
-    with ``tracer.execute(function)`` or sends it elsewhere.
+    A subclass overrides ``__call__`` and gets the function from ``super().__call__(tracer)``. It runs the function with
+    ``tracer.execute(function)``, or sends the block to another process.
     """
 
     def __call__(self, tracer: Tracer) -> Any:
@@ -27,5 +27,5 @@ class ExecutionBackend(Backend):
         return tracer.execute(super().__call__(tracer))
 
 
-#: Where blocks run that were given no backend.
-HERE = ExecutionBackend()
+#: The backend of blocks for which the user chose none.
+LOCAL = ExecutionBackend()

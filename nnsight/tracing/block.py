@@ -1,13 +1,13 @@
 """A block as a function over a shared scope.
 
-The body of a ``with`` statement runs later, any number of times, and reads and assigns variables of the function around it. So it is
-compiled as an inner function whose variables are all free, and every variable is a cell in a :class:`Scope`.
+The body of a ``with`` statement runs later, any number of times, and uses variables of the enclosing function. So it is compiled as an
+inner function whose variables are all free. Every variable is a cell in a :class:`Scope`.
 
 * An outermost block gets new cells, filled from the user's frame.
-* A block inside a block gets the same cells, so sibling invokes, an iteration body and the block around them share variables.
+* A nested block gets the cells of the enclosing block, so sibling invokes and iteration bodies share its variables.
 
-The code has the user's file name and positions, so tracebacks, debuggers and nested blocks (which look up *their* ``with`` statement in the
-same file) need no line arithmetic.
+The code has the user's file name and positions. So tracebacks, debuggers and nested blocks (which look up *their* ``with`` statement in the
+same file) need no translation of line numbers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .source import WithSite, body_lines, find_with
 
 SCOPE_NAME = "__nnsight_scope__"
 TRACER_NAME = "__nnsight_tracer__"
-#: Built-ins by which one gets at all variables, also at those that the block does not mention.
-_LOOKS_AROUND = {"breakpoint", "dir", "eval", "exec", "locals", "vars"}
+#: Built-ins that can read variables that the block does not mention.
+_INSPECTING = {"breakpoint", "dir", "eval", "exec", "locals", "vars"}
 _OWN_NAMES = (SCOPE_NAME, TRACER_NAME, SAVE_NAME, RESULT_NAME, GRADIENT_NAME)
 
-#: What ``x`` is replaced by in ``x.grad``; set by the runtime, this layer knows no tensors.
+#: The function that replaces ``x`` in ``x.grad``. The runtime sets it, because this layer does not import torch.
 gradient_of: list[Callable[[Any], Any]] = [lambda value: value]
 
 
@@ -60,15 +60,13 @@ class Scope:
     cells: dict[str, types.CellType] = field(default_factory=dict)  # cell by variable name
 
     def branch(self, block: Block, trace: Block) -> Branch:
-        """Return the scope of one of the blocks in that of ``trace`` that take turns.
+        """Return a scope for ``block``, one of several blocks in ``trace`` that take turns.
 
-        Variables that ``block`` assigns are its own, and :meth:`Branch.publish` shows them to the others. Variables that it only reads are
-        those that others assign, or have their present value, as a loop variable does.
+        Variables that ``block`` assigns get new cells; :meth:`Branch.publish` copies their values to the other blocks. Variables that other
+        blocks assign share a cell with them. All other variables keep their present values, such as that of a loop variable.
         """
         cells: dict[str, types.CellType] = {}
-        others = {
-            name for name, spans in trace.inner.items() if any(not first <= block.line <= last for first, last in spans)
-        }
+        others = {name for name, spans in trace.inner.items() if any(not first <= block.line <= last for first, last in spans)}
         for name in block.shared:
             cell = self.cells[name]
             bound = is_bound(cell)
@@ -79,18 +77,18 @@ class Scope:
         return Branch(cells, self, block.stored)
 
     def items(self) -> Iterator[tuple[str, Any]]:
-        """Yield name and value of every bound variable."""
+        """Iterate over name and value of every bound variable."""
         return ((name, cell.cell_contents) for name, cell in self.cells.items() if is_bound(cell))
 
     def copy(self) -> Scope:
-        """Return a scope with the same values in cells of its own."""
+        """Return a scope with the same values in new cells."""
         copied = Scope({name: types.CellType() for name in self.cells})
         for name, value in self.items():
             copied.cells[name].cell_contents = value
         return copied
 
     def take_saved(self, other: Scope) -> None:
-        """Bind the saved values of ``other`` here."""
+        """Copy the saved variables of ``other`` to this scope."""
         marked = saves.get() or {}
         for name, value in other.items():
             if id(value) in marked:
@@ -110,19 +108,19 @@ class Scope:
 
 @dataclass(eq=False)
 class Branch(Scope):
-    """The scope of a block that takes turns with others."""
+    """The scope of a block that takes turns with other blocks."""
 
-    around: Scope = field(default_factory=Scope)  # the variables of all of them
-    names: frozenset[str] = frozenset()  # those that this block assigns
+    around: Scope = field(default_factory=Scope)  # the scope that all of these blocks share
+    names: frozenset[str] = frozenset()  # the variables that this block assigns
 
     def publish(self) -> None:
-        """Show the others what is bound here."""
+        """Copy the variables that this block assigned to the shared scope."""
         for name, value in self.items():
             if name in self.names:
                 self.around.cells[name].cell_contents = value
 
     def pull(self) -> None:
-        """Bind those of its own variables that the block has not bound to what others have shown."""
+        """Copy the shared values of variables that this block assigns, but has not bound so far."""
         for name, value in self.around.items():
             if name in self.names and not is_bound(self.cells[name]):
                 self.cells[name].cell_contents = value
@@ -136,45 +134,45 @@ class Block:
     filename: str  # the user's file
     line: int  # first line of the `with` statement
     shared: tuple[str, ...]  # names of all variables of the block
-    stored: frozenset[str]  # those that it assigns
-    inner: dict[str, set[tuple[int, int]]]  # those that `with` statements in it assign, each with the lines of these statements
-    target: str | tuple[str, ...] | None  # name bound by `as`, or names if it is a tuple of them; `None` for anything else
-    body: tuple[ast.stmt, ...] = ()  # its syntax tree, as it was compiled
+    stored: frozenset[str]  # names of the variables that it assigns
+    inner: dict[str, set[tuple[int, int]]]  # variables that nested `with` statements assign, with the lines of these statements
+    target: str | tuple[str, ...] | None  # the name, or tuple of names, that `as` binds; `None` without one, or for another target
+    body: tuple[ast.stmt, ...] = ()  # the rewritten syntax tree
 
     @property
     def source(self) -> list[str]:
-        """The lines of the body; empty if the text cannot be read any more."""
+        """The lines of the body; empty if the text can no longer be read."""
         lines = linecache.getlines(self.filename)
         return body_lines(lines, self.line)[1] if lines else []
 
     @functools.cached_property
     def looked_up(self) -> frozenset[str]:
-        """The names that it looks up outside, those of its variables included."""
+        """The names that the body, or a function in it, looks up outside of itself, including the shared variables."""
         return frozenset(names_of(self.code)[1])
 
     @functools.cached_property
     def globals_read(self) -> tuple[str, ...]:
-        """The names of globals that it may read."""
+        """The names of globals that the body may read."""
         return tuple(self.looked_up.difference(self.shared))
 
     @functools.cached_property
     def step_loop(self) -> StepLoop | None:
-        """The loop over steps of a generation that is all of it, if it is one."""
+        """The loop over steps of a generation, if the body contains nothing else."""
         binds = self.body and isinstance(self.body[0], ast.Assign) and ast.unparse(self.body[0].value) == TRACER_NAME
         return step_loop(self.body[1:] if binds else self.body)
 
     @functools.cached_property
     def is_same_at_each_step(self) -> bool:
-        """Whether it is a loop over all steps that does the same at each; see :mod:`~nnsight.tracing.loops`."""
+        """Whether the body is a loop over all steps that does the same at each step; see :mod:`~nnsight.tracing.loops`."""
         return self.step_loop is not None and is_same_at_each_step(self.step_loop)
 
     @property
     def last_line(self) -> int:
-        """The last line of its body."""
+        """The last line of the body."""
         return max((statement.end_lineno or 0 for statement in self.body), default=self.line)
 
     def only(self, body: Sequence[ast.stmt]) -> Block:
-        """Return a block that has only these statements of its body."""
+        """Return a block with only the statements ``body``, which are part of this block."""
         place = ast.copy_location(ast.Pass(), body[0])
         declared = [name for name in self.shared if name != "__class__"]
         whole: list[ast.stmt] = [*([ast.copy_location(ast.Nonlocal(declared), place)] if declared else []), *body]
@@ -184,7 +182,7 @@ class Block:
         return replace(self, code=code, body=tuple(body))
 
     def bindings(self, value: Any) -> dict[str, Any]:
-        """Return the variables that ``as`` binds if the context manager gives ``value``."""
+        """Return the variables that ``as`` binds if ``__enter__`` returns ``value``."""
         if isinstance(self.target, str):
             return {self.target: value}
         if self.target is None or not isinstance(value, tuple):
@@ -192,7 +190,7 @@ class Block:
         return dict(zip(self.target, value, strict=True))
 
     def open_scope(self, frame: types.FrameType) -> Scope:
-        """Return the scope of the block around this one, or a new one with the values of the user's frame."""
+        """Return the scope of the enclosing block, or a new scope with the variables of the user's frame."""
         if frame.f_code.co_name == BLOCK_NAME:
             scope = _scope_of(frame)
             for name in self.shared:
@@ -207,7 +205,7 @@ class Block:
             return scope
         around: types.FrameType | None = frame
         while around is not None and not _is_function(around):
-            # The body of a class does not list what it reads of the function around it, which is its caller.
+            # `f_locals` of a class body lacks the variables of the enclosing function, which is its caller.
             wanted = set(around.f_code.co_freevars).intersection(cells) - dict(scope.items()).keys()
             around = around.f_back
             if not wanted or around is None:
@@ -233,12 +231,12 @@ class Block:
 
 
 def called(value: Any) -> Any:
-    """Return what ``value()`` returns, or ``value`` if it is no function."""
+    """Call ``value`` and return the result; return ``value`` itself if it is not callable."""
     return value() if callable(value) else value
 
 
 def _is_function(frame: types.FrameType) -> bool:
-    """Whether the frame is that of a function, whose variables are not a dictionary."""
+    """Whether the frame belongs to a function, which does not keep its variables in a dictionary."""
     return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
 
 
@@ -251,9 +249,9 @@ def _scope_of(frame: types.FrameType) -> Scope:
 
 
 def _forget_snapshot(frame: types.FrameType, variables: Any) -> None:
-    """Empty the snapshot that ``frame.f_locals`` is before Python 3.13, which the frame would keep until it ends.
+    """Clear the snapshot of the variables that a frame keeps before Python 3.13, once ``frame.f_locals`` is read.
 
-    A tensor the user deletes must not live on in it. The next look at ``f_locals`` fills it anew.
+    Otherwise the snapshot keeps a tensor alive that the user deletes. The next read of ``f_locals`` fills it again.
     """
     if _HAS_SNAPSHOTS and _is_function(frame):
         variables.clear()
@@ -265,25 +263,26 @@ _blocks: dict[tuple[int, int], tuple[weakref.ref[types.CodeType], Block]] = {}
 
 
 def block_at(frame: types.FrameType) -> Block:
-    """Return the compiled block that ``frame`` is entering; each place in the code is compiled once."""
+    """Return the compiled block that ``frame`` is entering. Each block is compiled once and cached by its position in the code."""
     key = (id(frame.f_code), frame.f_lasti)
     known = _blocks.get(key)
     if known is not None:
         return known[1]
     block = compile_block(find_with(frame), _local_names(frame), _is_function(frame), frame.f_code.co_flags)
-    forget = _blocks.pop  # at interpreter exit the module's globals are gone before the last code objects
+    forget = _blocks.pop  # bound now: at interpreter exit, module globals are gone before the last code objects
     reference = weakref.ref(frame.f_code, lambda _: forget(key, None))
     _blocks[key] = (reference, block)
     return block
 
 
 def compile_block(site: WithSite, local: set[str] | None, in_function: bool, flags: int = 0) -> Block:
-    """Compile the body of a ``with`` statement, which stands in code with the compiler flags ``flags``.
+    """Compile the body of a ``with`` statement.
 
     Args:
         site: The statement.
-        local: Variables of the code around it; ``None`` at module level, where they are globals.
-        in_function: Whether that code is a function. There, an assigned name that is not local was declared global.
+        local: Names of the variables of the enclosing code; ``None`` at module level, where variables are globals.
+        in_function: Whether the enclosing code is a function. There, an assigned name that is not local was declared global.
+        flags: Compiler flags of the enclosing code.
 
     Raises:
         SyntaxError: If the body contains a statement that cannot be deferred.
@@ -296,7 +295,7 @@ def compile_block(site: WithSite, local: set[str] | None, in_function: bool, fla
         body = rewritten(body)
     if site.item + 1 < len(node.items):
         inner = ast.With(items=node.items[site.item + 1 :], body=body)
-        # Located at its first item, by which a trace among the items finds its way back to this statement.
+        # A trace among the remaining items finds this statement by the position of the first of them.
         body = [ast.copy_location(inner, inner.items[0].context_expr)]
     target = node.items[site.item].optional_vars
     if target is not None:
@@ -305,18 +304,18 @@ def compile_block(site: WithSite, local: set[str] | None, in_function: bool, fla
 
     outer = {name for part in ast.walk(node) if isinstance(part, ast.Nonlocal) for name in part.names}
     stored, loaded = names_of(_function_code(body, sorted(outer), site, flags))
-    stored |= outer  # functions in the block assign these
-    if local is None:  # a module's own variables are globals: only assignments need a cell
+    stored |= outer  # nested functions assign these
+    if local is None:  # the variables of a module are globals: only assigned ones need a cell
         shared, declared_global = stored, set()
     else:
         declared_global = stored - local if in_function else set()
-        used = local if loaded & _LOOKS_AROUND else loaded & local
+        used = local if loaded & _INSPECTING else loaded & local
         shared = {name for name in stored | used if name.isidentifier()} - declared_global
     shared -= set(_OWN_NAMES)
     declarations: list[ast.stmt] = [ast.Expr(ast.Name(SCOPE_NAME, ast.Load()))]
     if declared_global:
         declarations.append(ast.Global(sorted(declared_global)))
-    if shared - {"__class__"}:  # reading needs no declaration, but those that look around find declared names only
+    if shared - {"__class__"}:  # reads need no declaration, but inspecting built-ins see only declared names
         declarations.append(ast.Nonlocal(sorted(shared - {"__class__"})))
     for declaration in declarations:
         ast.copy_location(declaration, node)
@@ -329,7 +328,7 @@ def compile_block(site: WithSite, local: set[str] | None, in_function: bool, fla
 
 
 def _assigned_inside(body: list[ast.stmt]) -> dict[str, set[tuple[int, int]]]:
-    """Return the names that ``with`` statements in ``body`` assign, each with the lines of the innermost of these statements."""
+    """Return the names that ``with`` statements in ``body`` assign, each with first and last line of the innermost such statements."""
     found: dict[str, set[tuple[int, int]]] = {}
     pending: list[tuple[ast.AST, tuple[int, int] | None]] = [(statement, None) for statement in body]
     while pending:
@@ -343,7 +342,7 @@ def _assigned_inside(body: list[ast.stmt]) -> dict[str, set[tuple[int, int]]]:
 
 
 def _local_names(frame: types.FrameType) -> set[str] | None:
-    """Names of the frame's own variables; ``None`` at module level, where they are globals."""
+    """Return the names of the frame's variables; ``None`` at module level, where they are globals."""
     code = frame.f_code
     if code.co_name == BLOCK_NAME:
         return set(_scope_of(frame).cells)
@@ -353,15 +352,15 @@ def _local_names(frame: types.FrameType) -> set[str] | None:
 
 
 def _function_code(body: list[ast.stmt], free: list[str], site: WithSite, flags: int) -> types.CodeType:
-    """Compile ``body`` as a function in which the names ``free`` are variables of a function around it."""
+    """Compile ``body`` as a function in which the names ``free`` are variables of an enclosing function."""
     function = ast.FunctionDef(name=BLOCK_NAME, args=parameters(), body=body, decorator_list=[], type_params=[])
     return nested_code(ast.copy_location(function, site.node), free, site.class_name, site.filename, flags)
 
 
 def names_of(code: types.CodeType) -> tuple[set[str], set[str]]:
-    """Return the names that ``code`` binds, and those that it or a function in it looks up outside."""
+    """Return the names that ``code`` binds, and the names that ``code`` or a function in it looks up outside of ``code``."""
     stored = {*code.co_varnames, *code.co_cellvars}
-    loaded = set(code.co_freevars)  # ``__class__``, which the compiler provides in a class
+    loaded = set(code.co_freevars)  # includes `__class__`, which the compiler provides in a class
     pending = [code]
     while pending:
         current = pending.pop()
@@ -374,7 +373,7 @@ def names_of(code: types.CodeType) -> tuple[set[str], set[str]]:
     return stored, loaded
 
 
-#: Before Python 3.13 ``frame.f_locals`` is a snapshot, and this writes it back to the frame.
+#: Writes the snapshot ``frame.f_locals`` back to the frame, before Python 3.13.
 _LOCALS_TO_FAST: Any = None
 if sys.version_info < (3, 13):
     _LOCALS_TO_FAST = ctypes.pythonapi.PyFrame_LocalsToFast
@@ -388,4 +387,4 @@ def write_back(frame: types.FrameType, values: dict[str, Any]) -> None:
     if _HAS_SNAPSHOTS and _is_function(frame):
         if values:
             _LOCALS_TO_FAST(frame, 0)
-        variables.clear()  # also without values: skipping the body made the interpreter take a snapshot
+        variables.clear()  # even without values: the trace function that skips the body causes a snapshot

@@ -1,4 +1,4 @@
-"""Statements of a body that refer to the function around it: they are rewritten, or refused, because the body is a function of its own."""
+"""Rewriting of a ``with`` body for its compilation as a function. Statements that would leave the enclosing function are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SAVE_NAME = "__nnsight_save__"
 RESULT_NAME = "__nnsight_result__"
 GRADIENT_NAME = "__nnsight_gradient__"
 
-#: Statements and expressions that leave a function, as users call them.
+#: Statements and expressions that leave a function, with their keywords for error messages.
 _JUMPS: dict[type[ast.AST], str] = {
     ast.Return: "return",
     **dict.fromkeys((ast.Yield, ast.YieldFrom), "yield"),
@@ -21,9 +21,10 @@ _JUMPS: dict[type[ast.AST], str] = {
 class Rewriter(ast.NodeTransformer):
     """Rewrites a body so that it can be the body of a closure.
 
-    ``x.save()`` becomes a call that works for every object, see :mod:`nnsight.tracing.saving`, ``tracer.result()`` becomes
-    ``tracer.result``, and ``x.grad`` looks ``x`` up in a backward pass. ``super()`` gets its arguments. Annotated assignments lose their
-    annotation, and ``nonlocal`` statements are dropped, because all variables of a block are nonlocal. ``return`` becomes an error.
+    * ``x.save()`` becomes a call that works for every object, see :mod:`nnsight.tracing.saving`.
+    * ``tracer.result()`` also works where ``tracer.result`` is not a function, and ``x.grad`` looks ``x`` up in a backward pass.
+    * ``super()`` gets its arguments, and ``return`` becomes an error.
+    * Annotations and ``nonlocal`` statements are dropped, because all variables of a block are nonlocal.
     """
 
     def __init__(self, first_argument: str | None, filename: str) -> None:
@@ -88,14 +89,17 @@ class Rewriter(ast.NodeTransformer):
 
 
 def refuse_jumps(node: ast.With, filename: str) -> None:
-    """Raise for statements that leave the block in a way a deferred body cannot.
+    """Check that no statement jumps out of the block, because a deferred body cannot do so.
 
-    A ``return`` that a condition or a loop may pass by is an error where it is reached, see :class:`Rewriter`, unless a ``try`` or ``with``
-    statement around it might hide the error.
+    A ``return`` in a condition or a loop may never be reached, so :class:`Rewriter` makes it an error at run time. A ``try`` or ``with``
+    statement around the ``return`` could hide that error, so such a ``return`` is refused here.
+
+    Raises:
+        SyntaxError: For the first such statement.
     """
 
     def visit(current: ast.AST, in_loop: bool, returns: bool | None) -> None:
-        """Look below a node. ``returns`` is True below a condition, False where an error may be hidden, and None where neither is so."""
+        """Check the children of a node. ``returns``: True in a condition or loop, False in a ``try`` or ``with``, None in neither."""
         for child in ast.iter_child_nodes(current):
             if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)):
                 continue

@@ -1,12 +1,12 @@
 """Errors of the tracing layer, and tracebacks that show the user's code.
 
-A block runs later than where it is written, under several frames of this package. Its own frames have the user's file and line, because it
-is compiled from the user's syntax tree. So a readable traceback is the original one without this package's frames. ``CONFIG.APP.DEBUG``
-keeps them.
+A block runs at the end of its ``with`` statement or later, under several frames of this package. The block's own frames have the user's
+file and line, because the block is compiled from the user's syntax tree. So a readable traceback is the original one without the frames
+of this package. ``CONFIG.APP.DEBUG`` keeps them.
 
-An exception gets an entry for each frame it leaves, so the frames between the block and the user's ``with`` add theirs last. But a trace
-function of the user's frame is called with the exception when it arrives there: :func:`show_only_users_frames` sets one for that moment.
-``except`` clauses, loggers, notebooks and test runners then see the same traceback.
+An exception gets a traceback entry for each frame that it leaves, so the frames between the block and the user's ``with`` add their entries
+last. A trace function of the user's frame is called when the exception arrives there: :func:`show_only_users_frames` sets one for that
+moment. ``except`` clauses, loggers, notebooks and test runners then see the same traceback.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ PACKAGE_DIRECTORY = str(Path(__file__).resolve().parent.parent) + "/"
 #: Name of the function that a block is compiled to; shows in tracebacks.
 BLOCK_NAME = "__nnsight_block__"
 
-#: Packages whose frames only carry the run (module calls, compiled graphs), never the cause of an error.
+#: Files of torch whose frames only pass calls on (of modules, of compiled graphs). They never contain the cause of an error.
 _CALLERS = ("/torch/nn/modules/module.py", "/torch/_dynamo/eval_frame.py", "/torch/_dynamo/external_utils.py")
 
-#: Where torch computes on fake tensors, as in scans and in what records a block for a server.
+#: The file in which torch computes on fake tensors. Scans and the recording of remote programs use them.
 _FAKES = "/_subclasses/fake_tensor.py"
 
 
@@ -43,10 +43,9 @@ def is_internal(code: types.CodeType) -> bool:
 
 
 def clean_traceback(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """Return ``traceback`` without the frames that only carried the run.
+    """Return ``traceback`` without the frames of this package and of the call machinery of torch; ``None`` if no entry is left.
 
-    Frames of this package and of the machinery of torch are dropped. If the error came out of a block, the frames of the model that had
-    stopped for it are dropped too.
+    If a block raised the error, the frames of the model that waited for the block are dropped too.
     """
     kept: list[types.TracebackType] = []
     while traceback is not None:
@@ -63,9 +62,9 @@ def clean_traceback(traceback: types.TracebackType | None) -> types.TracebackTyp
 
 
 def _without_fakes(entries: list[types.TracebackType]) -> list[types.TracebackType]:
-    """Return ``entries`` without the machinery by which torch computes on fake tensors.
+    """Return ``entries`` without the frames in which torch computes on fake tensors.
 
-    It is some 15 frames of dispatch and shape rules, and the line that called it says which operation failed.
+    These are some 15 frames of dispatch and shape rules. The line of the caller already says which operation failed.
     """
     files = [entry.tb_frame.f_code.co_filename for entry in entries]
     first = next((number for number, file in enumerate(files) if file.endswith(_FAKES)), None)
@@ -79,7 +78,7 @@ def _without_fakes(entries: list[types.TracebackType]) -> list[types.TracebackTy
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield ``error`` and all exceptions it is shown with: causes, contexts, members of groups."""
+    """Yield ``error`` and all exceptions that Python prints with it: causes, contexts, members of groups."""
     pending: list[BaseException | None] = [error]
     seen: set[int] = set()
     while pending:
@@ -94,9 +93,10 @@ def chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def release_frames(error: BaseException, handled: BaseException | None) -> None:
-    """Clear the frames that an exception nobody will see has left, and those that led to it; not those of ``handled``, which was there.
+    """Clear the frames in the tracebacks of ``error`` and of its causes and contexts, except those of ``handled`` and of its chain.
 
-    A library that keeps the exception in one of these frames would keep all of them, and the model, until the garbage collector runs.
+    Call this for an exception that is not raised any further. If a library keeps the exception in a variable of one of these frames, the
+    reference cycle would keep all frames, and the model, alive until the garbage collector runs.
     """
     kept = [] if handled is None else list(map(id, chain(handled)))
     for each in chain(error):
@@ -105,7 +105,7 @@ def release_frames(error: BaseException, handled: BaseException | None) -> None:
 
 
 def wrap_exception(error: BaseException, info: object = None) -> BaseException:
-    """Return ``error``, same object and type, with a traceback that shows the user's lines; backends may pass ``tracer.info``."""
+    """Clean the tracebacks of ``error`` and its chain in place, and return ``error``. Backends may pass ``tracer.info``; it is not used."""
     if CONFIG.APP.DEBUG:
         return error
     for shown in chain(error):
@@ -116,9 +116,9 @@ def wrap_exception(error: BaseException, info: object = None) -> BaseException:
 
 
 def show_only_users_frames(error: BaseException, frame: types.FrameType) -> None:
-    """Prepare ``error`` for being raised, out of frames of this package, into the user's ``frame``.
+    """Prepare ``error`` to be raised from frames of this package into the user's ``frame``.
 
-    Its traceback will be the entry of ``frame``, followed by what :func:`clean_traceback` leaves of the present one.
+    There, its traceback becomes the entry of ``frame``, followed by the present entries that :func:`clean_traceback` keeps.
     """
     if CONFIG.APP.DEBUG:
         return
@@ -138,25 +138,25 @@ def show_only_users_frames(error: BaseException, frame: types.FrameType) -> None
 
 
 def ignore_new_frames(frame: types.FrameType, event: str, argument: Any) -> None:
-    """Trace nothing: a trace function for the time in which only one frame is traced."""
+    """Global trace function that traces no new frame, while the trace function of one existing frame is active."""
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return a sentence that names similar ``candidates``, with a blank before it; nothing if there are none."""
+    """Return a sentence that lists similar ``candidates``, with a leading space; an empty string if there are none."""
     near = difflib.get_close_matches(name, list(candidates), n=3)
     return f" Did you mean {', '.join(f'`{match}`' for match in near)}?" if near else ""
 
 
 def user_position_now(skip: str | tuple[str, ...] = "\0") -> tuple[str, int]:
-    """Return file and line of the user's code that is running: the innermost frame that is not this package's.
+    """Return file and line of the user's code that is running: the innermost frame outside of this package.
 
-    Frames of files under ``skip`` are passed over as well, unless they are blocks.
+    Frames of files whose paths begin with ``skip`` are skipped as well. Frames of blocks are never skipped.
     """
     return user_position_of(sys._getframe(1), skip)
 
 
 def user_position_of(frame: types.FrameType | None, skip: str | tuple[str, ...] = "\0") -> tuple[str, int]:
-    """Return file and line of the innermost frame, from ``frame`` outwards, that is the user's."""
+    """Do the same as :func:`user_position_now`, beginning with ``frame`` and going outwards."""
     while frame is not None:
         code = frame.f_code
         if code.co_name == BLOCK_NAME or not (is_internal(code) or code.co_filename.startswith(skip)):

@@ -1,7 +1,7 @@
-"""A ``with`` statement as text, from which its block can be compiled again in another process.
+"""A ``with`` statement as text, from which another process can compile the block again.
 
-To compile it, the text is put into :mod:`linecache` at the same line of a file that exists only there, in which tracebacks and inner
-blocks find their lines.
+Tracebacks and inner blocks look up lines by file name. So the text is entered into :mod:`linecache` under a file name of its own, with
+its original line numbers.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .source import WithSite, find_with
 class Excerpt:
     """One item of a ``with`` statement, as text."""
 
-    text: str  # the whole lines of the statement; empty if they could not be read
-    filename: str  # the file it was written in
-    line: int  # its first line there
-    item: int  # which context manager of the header the block belongs to
-    class_name: str | None  # name of the class around it, for private names
-    flags: int  # compiler flags of the file, for what it imports from `__future__`
+    text: str  # the complete lines of the statement; empty if they could not be read
+    filename: str  # the file that contains the statement
+    line: int  # the line of the file at which the statement begins
+    item: int  # index of the context manager in the header to which the block belongs
+    class_name: str | None  # name of the enclosing class, for private names
+    flags: int  # compiler flags of the file, for its imports from `__future__`
 
     @classmethod
     def of(cls, frame: types.FrameType) -> Excerpt:
@@ -40,13 +40,17 @@ class Excerpt:
 
     @property
     def place(self) -> str:
-        """Where it was written, as ``file:line``."""
+        """The position of the statement, as ``file:line``."""
         return f"{self.filename}:{self.line}"
 
     def block(self, variables: Iterable[str]) -> Block:
-        """Compile the body, given the names of the variables of the code around it; it may be no Python of this version."""
+        """Compile the body. ``variables`` are the names of the variables of the enclosing code.
+
+        Raises:
+            SyntaxError: If the text is not a ``with`` statement of this version of Python.
+        """
         header = "if True:\n" if self.class_name is None else f"class {self.class_name}:\n"
-        around = [header] if self.text[:1].isspace() else []  # something that it is indented under
+        around = [header] if self.text[:1].isspace() else []  # indented text needs an enclosing statement
         lines = ["\n"] * (self.line - 1 - len(around)) + around + io.StringIO(self.text).readlines()
         identity = repr((self.text, self.line, self.class_name)).encode(errors="backslashreplace")
         name = f"<edit {hashlib.sha256(identity).hexdigest()[:12]} of {self.filename}>"

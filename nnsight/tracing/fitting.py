@@ -1,9 +1,9 @@
-"""Whether instructions can come from a text.
+"""Checks whether instructions can have been compiled from a text.
 
-A file may have been edited since it was compiled, and code without a file may come from another text. So each instruction that reads or
-binds a variable, reads an attribute, loads a constant or computes is compared with the text at its position. Compilers differ in the
-positions they give, and test runners rewrite assertions. So only certain contradictions count: two different names, values of one type
-that differ, another operator.
+A file may have been edited since it was compiled, and code without a file may come from another text. So each instruction that uses a
+variable, an attribute, a constant or an operator is compared with the syntax at its position. Versions of Python differ in the positions
+that they give to instructions, and test runners rewrite assertions. So only clear contradictions count: a different name, a different
+operator, or a different constant of the same type.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ Extent = tuple[int | None, ...]
 
 
 def fits(node: ast.With, code: types.CodeType, enter: int) -> bool:
-    """Whether the body that ``code`` enters at offset ``enter`` can have been compiled from that of ``node``.
+    """Whether the body that ``code`` enters at offset ``enter`` can have been compiled from the body of ``node``.
 
-    Code may be put together from several texts, as timers do, so only what follows up to the end of the body counts.
+    Timers assemble code from several texts, so only the instructions of the body are compared.
     """
     written = _written(node)
-    # Unbound at the end of their clause, by instructions that are placed at whatever comes last in it.
+    # Names of `except ... as name` are unbound at the end of the clause, by instructions at the position of its last statement.
     unbound = {part.name for part in ast.walk(node) if isinstance(part, ast.ExceptHandler)}
-    # Formats are compiled to parts, which are placed at their neighbours.
-    strings = [
-        text for (kind, _), texts in written.items() if kind == "constant" for text in texts if type(text) is str
-    ]
+    # Format strings are compiled in parts, some of them at the position of a neighbouring part.
+    strings = [text for (kind, _), texts in written.items() if kind == "constant" for text in texts if type(text) is str]
     for kind, extent, value in _compiled(code, enter):
         texts = written.get((kind, extent))
         if kind == "name" and value in unbound:
@@ -56,7 +54,7 @@ def fits(node: ast.With, code: types.CodeType, enter: int) -> bool:
 
 
 def _written(node: ast.AST) -> dict[tuple[str, Extent], list[Any]]:
-    """Return names, attributes, constants and operators of ``node`` by the extent of the expression."""
+    """Return the names, attributes, constants and operators in ``node``, by their kind and the extent of the expression."""
     written: dict[tuple[str, Extent], list[Any]] = defaultdict(list)
     for part in ast.walk(node):
         for kind, value in _meaning(part):
@@ -81,14 +79,14 @@ def _meaning(part: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def _compiled(code: types.CodeType, enter: int = -1) -> Iterator[tuple[str, Extent, Any]]:
-    """Yield kind, extent and value of the instructions of a body, or of a function, and of the functions in it."""
+    """Yield kind, extent and value of the instructions of a body or a function, and of the functions nested in it."""
     positions = list(code.co_positions())
     for instruction in dis.get_instructions(code):
         if instruction.offset <= enter:
             continue
         extent = positions[instruction.offset // 2]
         if enter >= 0 and instruction.opname == "LOAD_CONST" and extent == positions[enter // 2]:
-            return  # the statement leaves its context
+            return  # end of the body: the call of `__exit__`
         if isinstance(instruction.argval, types.CodeType):
             yield from _compiled(instruction.argval)
         kind = _KINDS.get(instruction.opname)
@@ -99,11 +97,11 @@ def _compiled(code: types.CodeType, enter: int = -1) -> Iterator[tuple[str, Exte
 
 def _agrees(kind: str, text: Any, value: Any) -> bool:
     if kind == "constant":
-        if isinstance(text, str) and isinstance(value, str):  # part of a format, or an annotation that stays text
+        if isinstance(text, str) and isinstance(value, str):  # part of a format string, or an annotation that is kept as text
             return value in text or value in text.replace("%%", "%") or value == repr(text)
-        return type(text) is not type(value) or text == value or text != text  # noqa: PLR0124 - not a number
+        return type(text) is not type(value) or text == value or text != text  # noqa: PLR0124 - NaN
     if not isinstance(value, str) or value.startswith("@") or (value.startswith("__") and value.endswith("__")):
-        return True  # names of rewritten assertions, ours, and those that Python adds to classes
+        return True  # names in rewritten assertions, names of this package, and names that Python adds to classes
     if kind == "operator":
         return value.removeprefix("bool(").rstrip("=)") == text.rstrip("=")
     return value.endswith(text)  # private names are mangled

@@ -1,8 +1,8 @@
-"""Blocks that do the same at each step of a generation: ``for _ in tracer.iter[:]: ...`` and nothing else.
+"""Blocks that consist of one loop over the steps of a generation: ``for _ in tracer.iter[:]: ...``.
 
-The body of such a loop can run as a block of its own in each call of the model. That is so if nothing in the body tells one step from
-another: it does not use the number of the step or the tracer, and no variable carries a value from step to step. The syntax tree
-says so; where it does not, the loop is taken as one that tells them apart.
+If the body does the same at each step, it can run as a block of its own in each call of the model. This holds if the body uses neither
+the number of the step nor the tracer, and if no variable carries a value from step to step. The analysis reads the syntax tree. If the
+tree leaves a doubt, the loop counts as one whose steps differ.
 """
 
 from __future__ import annotations
@@ -11,30 +11,29 @@ import ast
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-#: Parts in which the order of loads and stores is not that of the text, or which leave the loop.
+#: Syntax that executes loads and stores in another order than the text, or that leaves the loop.
 UNCLEAR = (
     ast.AsyncFunctionDef, ast.Await, ast.Break, ast.ClassDef, ast.Continue, ast.Delete, ast.FunctionDef, ast.Global, ast.Lambda, ast.Match,
     ast.NamedExpr, ast.Nonlocal, ast.Return, ast.Try, ast.TryStar, ast.While, ast.Yield, ast.YieldFrom,
 )  # fmt: skip
 
-#: Attributes that choose a step, or have a meaning for the whole run.
+#: Attributes that choose a step, or refer to the whole run.
 _OF_RUNS = frozenset({"all", "barrier", "generator", "invoke", "iter", "next", "result", "stop"})
 
-
-#: Attributes that a body may assign: the values of a location. State that it keeps in others may tell steps apart.
+#: Attributes that a body may assign: the values of locations. Other attributes could carry state from step to step.
 _VALUES = frozenset({"input", "inputs", "output"})
 
 
 class StepLoop(NamedTuple):
-    """A loop over steps: the expression of the steps, the names that its number is bound to, and its body."""
+    """A loop over the steps of a generation."""
 
-    steps: ast.expr
-    number: set[str]
+    steps: ast.expr  # such as `tracer.iter[:]`
+    number: set[str]  # names of the loop variables
     body: list[ast.stmt]
 
 
 def step_loop(body: Sequence[ast.stmt]) -> StepLoop | None:
-    """Return the loop over ``tracer.iter[...]`` or ``tracer.all()`` that is all of a block with this body, if it is one."""
+    """Return the loop over ``tracer.iter[...]`` or ``tracer.all()``, if ``body`` contains nothing else; else ``None``."""
     loop = body[0] if len(body) == 1 else None
     if isinstance(loop, ast.For) and not loop.orelse:
         steps, target = loop.iter, [loop.target]
@@ -49,7 +48,7 @@ def step_loop(body: Sequence[ast.stmt]) -> StepLoop | None:
 
 
 def is_same_at_each_step(loop: StepLoop) -> bool:
-    """Whether a loop is over all steps, and does the same at each."""
+    """Whether a loop is over all steps, and does the same at each step."""
     found = [node for statement in loop.body for node in ast.walk(statement)]
     if any(isinstance(node, UNCLEAR) or (isinstance(node, ast.Attribute) and node.attr in _OF_RUNS) for node in found):
         return False
@@ -63,32 +62,40 @@ def is_same_at_each_step(loop: StepLoop) -> bool:
 
 
 def is_fresh(statements: Iterable[ast.stmt], stored: set[str], bound: set[str]) -> bool:
-    """Whether each of the names ``stored`` in a loop is loaded only where this step has ``bound`` it; adds those that are bound behind."""
+    """Whether ``statements`` load the names ``stored`` only after this step has bound them, so that they read no value of an earlier step.
+
+    ``bound`` contains the names that are bound already. The names that ``statements`` bind are added to it.
+    """
     for statement in statements:
         parts: list[ast.AST] = [statement]
         inner: list[list[ast.stmt]] = []
         targets: list[ast.AST] = [statement]
+        passed: set[str] = set()  # bound in the body only: the variables of a loop, which may run zero times
         if isinstance(statement, ast.If):
             parts, inner, targets = [statement.test], [statement.body, statement.orelse], []
         elif isinstance(statement, ast.For):
-            parts, inner, targets = [statement.iter], [statement.body, statement.orelse], [statement.target]
+            parts, inner, targets, passed = [statement.iter], [statement.body, statement.orelse], [], _stores(statement.target)
         elif isinstance(statement, ast.With):
             parts = [item.context_expr for item in statement.items]
             inner, targets = [statement.body], [item.optional_vars for item in statement.items if item.optional_vars]
         if any((_loads(part) & stored) - bound for part in parts):
             return False
         bound |= set().union(*map(_stores, targets))
-        if not all(is_fresh(block, stored, bound if isinstance(statement, ast.With) else bound.copy()) for block in inner):
-            return False
+        for number, block in enumerate(inner):
+            if not is_fresh(block, stored, bound if isinstance(statement, ast.With) else bound | (set() if number else passed)):
+                return False
     return True
 
 
 def _loads(part: ast.AST) -> set[str]:
-    """Return the names of variables around ``part`` that it loads."""
-    nodes = list(ast.walk(part))
-    own = {name for node in nodes if isinstance(node, ast.comprehension) for name in _stores(node.target)}
-    changed = {node.target.id for node in nodes if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)}
-    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)} - own | changed
+    """Return the variables that ``part`` loads, without the variables of its comprehensions."""
+    if isinstance(part, ast.Name):
+        return {part.id} if isinstance(part.ctx, ast.Load) else set()
+    found = set().union(*map(_loads, ast.iter_child_nodes(part)))
+    if isinstance(part, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+        own = set().union(*(_stores(generator.target) for generator in part.generators))
+        return found - own | _loads(part.generators[0].iter)  # which is evaluated outside of the comprehension
+    return found | (_stores(part.target) if isinstance(part, ast.AugAssign) else set())
 
 
 def _stores(part: ast.AST) -> set[str]:

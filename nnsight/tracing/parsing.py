@@ -1,8 +1,8 @@
-"""Parsing Python, and making functions of parts of syntax trees.
+"""Parsing Python, and compiling parts of syntax trees to functions.
 
-CPython 3.11 and 3.12 count the depth of a syntax tree in a place that all threads share. If another thread parses while a tree is made,
-which a garbage collection can cause, the count is wrong at the end, and text without a fault raises a ``SystemError``. Nothing but that
-count is harmed, so :func:`parse` tries again.
+CPython 3.11 and 3.12 count the depth of a syntax tree in a counter that all threads share. A garbage collection may switch threads while a
+tree is created. If another thread parses then, the count is wrong at the end, and correct text raises a ``SystemError``. Only the counter
+is affected, so :func:`parse` tries again.
 """
 
 from __future__ import annotations
@@ -13,10 +13,9 @@ import types
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-#: How often a text is parsed before its ``SystemError`` is believed.
 _ATTEMPTS = 20
 
-#: What ``from __future__ import ...`` leaves in the flags of a code object, and ``compile`` takes.
+#: The flags of code objects that ``from __future__ import ...`` sets, and that ``compile`` accepts.
 _FUTURE_FLAGS = 0
 for _feature in features.all_feature_names:
     _FUTURE_FLAGS |= getattr(features, _feature).compiler_flag
@@ -26,7 +25,7 @@ def parse(text: str, filename: str = "<unknown>") -> ast.Module:
     """Return the syntax tree of ``text``, as ``ast.parse`` does.
 
     Raises:
-        SyntaxError: If it is no Python.
+        SyntaxError: If ``text`` is not valid Python.
     """
     for _ in range(_ATTEMPTS - 1):
         try:
@@ -42,18 +41,18 @@ def parameters(names: Iterable[str] = ()) -> ast.arguments:
 
 
 def nested_code(statement: ast.stmt, free: Collection[str], class_name: str | None, filename: str, flags: int) -> types.CodeType:
-    """Compile a function definition, or a statement that returns a lambda, inside another function; return the code of the inner one.
+    """Compile ``statement`` inside an outer function and return the code object of the inner function.
 
     Args:
-        statement: The statement.
+        statement: A function definition, or a ``return`` of a lambda.
         free: Variables of the outer function.
-        class_name: Name of the class around it, with which private names (``self.__x``) are mangled.
+        class_name: Name of the enclosing class, which mangles private names (``self.__x``).
         filename: The file that tracebacks show.
-        flags: Flags of the code in whose place the result is used, for the features imported from ``__future__``.
+        flags: Flags of the original code object, for the features imported from ``__future__``.
     """
     body = [statement]
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)) and statement.name not in free:
-        body.insert(0, ast.copy_location(ast.Global([statement.name]), statement))  # a function that calls itself looks there
+        body.insert(0, ast.copy_location(ast.Global([statement.name]), statement))  # a recursive call looks its name up in the globals
     top: ast.stmt = ast.FunctionDef(name="around", args=parameters(free), body=body, decorator_list=[], type_params=[])
     if class_name is not None:
         ast.copy_location(top, statement)
@@ -66,7 +65,7 @@ def nested_code(statement: ast.stmt, free: Collection[str], class_name: str | No
 
 
 def with_cells(function: types.FunctionType, cells: Sequence[types.CellType], code: types.CodeType | None = None) -> Any:
-    """Return a copy of ``function`` with other free variables, and maybe other code."""
+    """Return a copy of ``function`` with other cells for its free variables, and with ``code`` if it is given."""
     made = types.FunctionType(code or function.__code__, function.__globals__, function.__name__, function.__defaults__, tuple(cells))
     made.__kwdefaults__, made.__annotations__ = function.__kwdefaults__, function.__annotations__
     made.__qualname__, made.__doc__, made.__module__ = function.__qualname__, function.__doc__, function.__module__

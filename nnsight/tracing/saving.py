@@ -1,11 +1,11 @@
 """The objects that survive a trace: those marked by ``.save()``.
 
-The marks are a table from identity to object in a context variable, so two threads that trace at once have their own. The outermost tracer
-opens the table. When it ends, it binds every name whose value is marked in the user's frame.
+The marks are a table from identity to object in a context variable, so each thread that traces has its own table. The outermost tracer
+opens the table. At its end, it binds every name whose value is marked in the user's frame.
 
 ``.save()`` works on *every* object (``list().save()``, ``hidden.shape[-1].save()``): the compiled block calls :func:`save_method` instead.
-Helper functions outside of blocks are not compiled, so the method is mounted on the built-in containers and numbers for them. It is not
-mounted on ``object``, because libraries list the attributes of classes, or define a method ``save`` of their own.
+Helper functions outside of blocks are not rewritten. For them, the method is added to the built-in containers and numbers. It is not
+added to ``object``, because some libraries list the attributes of classes, and others define a method ``save`` of their own.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ saves: ContextVar[dict[int, Any] | None] = ContextVar("nnsight_saves", default=N
 def save(value: T) -> T:
     """Mark ``value`` so that the names bound to it are still bound after the trace.
 
-    Containers are kept with what they hold.
+    A saved container keeps its items.
 
     Returns:
         The same object.
 
     Raises:
-        ValueError: Outside a trace, where nothing could be saved.
+        ValueError: If no trace is active.
     """
     table = saves.get()
     if table is None:
@@ -42,14 +42,14 @@ def save(value: T) -> T:
 
 
 def keep_mark(value: Any, successor: Any) -> None:
-    """Mark ``successor``, which takes the place of ``value``, if that is marked."""
+    """Mark ``successor``, which replaces ``value``, if ``value`` is marked."""
     table = saves.get()
     if table is not None and id(value) in table:
         table[id(successor)] = successor
 
 
 def save_method(value: T) -> T:
-    """Do what ``value.save()`` means in a block: the object's own method if it has one, else :func:`save`."""
+    """Implement ``value.save()`` in a block: call the object's own method if it has one, else :func:`save`."""
     if isinstance(value, _MOUNTED):
         return save(value)
     own = getattr(value, "save", None)
@@ -67,7 +67,7 @@ def mount() -> None:
         return
     _mounted = True
     for kind in _MOUNTED:
-        # ``kind.__dict__`` is a read-only view; the dictionary behind it is its only referent.
+        # ``kind.__dict__`` is a read-only proxy; the dictionary behind it is its only referent.
         (namespace,) = gc.get_referents(kind.__dict__)
         namespace.setdefault("save", save)
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(kind))

@@ -1,9 +1,9 @@
-"""From a frame to the ``with`` statement it is executing.
+"""Finds the ``with`` statement that a frame is entering.
 
-Every instruction has the extent of the syntax it was compiled from. While ``__enter__`` runs, the caller's current instruction is the one
-that enters the context manager, so its extent identifies a ``with`` statement, and the number of such instructions an item of it
-(``with a() as x, b() as y``). The text is looked up by file name and may have changed since it was compiled, so it is compared with the
-instructions (:mod:`.fitting`); a statement that does not fit is an error.
+Every instruction has the extent of its syntax: lines and columns. While ``__enter__`` runs, the caller's current instruction is the one
+that enters the context manager, so its extent identifies a ``with`` statement. The number of entering instructions before it identifies
+the item (``with a() as x, b() as y``). The text is looked up by file name and may have changed since it was compiled. So it is compared
+with the instructions (:mod:`.fitting`), and a statement that does not match is an error.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ class WithSite:
     filename: str  # file of the statement
     node: ast.With  # the statement
     item: int  # index of the item whose context manager is being entered
-    class_name: str | None  # name of the class whose body lexically encloses the statement, for private names
-    first_argument: str | None = None  # name of the first parameter of the function around it, which `super()` reads
+    class_name: str | None  # name of the class that encloses the statement, for private names
+    first_argument: str | None = None  # name of the first parameter of the enclosing function, which `super()` reads
     in_test: bool = False  # whether pytest has rewritten the assertions of the module
 
 
 _trees: dict[str, tuple[tuple[str, ...], ast.Module]] = {}
 
-#: Texts that are in no file, with the name that each was given.
+#: Texts that are in no file, each with the file name under which it is registered in :mod:`linecache`.
 _recovered: dict[str, str] = {}
 
 
 def parsed_file(filename: str, module_globals: dict[str, object]) -> ast.Module | None:
-    """Parse the file once; parse anew only when its cached lines were replaced."""
+    """Return the syntax tree of a file, or ``None`` if it has no text. The tree is cached until the lines in :mod:`linecache` change."""
     known = _trees.get(filename)
     lines = tuple(linecache.getlines(filename, module_globals))
-    if not lines:  # `linecache.clearcache()` forgets texts that are in no file
+    if not lines:  # after `linecache.clearcache()`, texts that are in no file are lost
         return None if known is None else known[1]
     if known is not None and known[0] == lines:
         return known[1]
@@ -67,7 +67,7 @@ def _parsed(text: str) -> ast.Module | None:
 
 
 def _enter_position(frame: types.FrameType) -> tuple[tuple[int | None, ...], int]:
-    """Extent of the entering instruction, and how many before it entered items of the same statement."""
+    """Return the extent of the current instruction, and the number of earlier entering instructions with the same extent."""
     code, lasti = frame.f_code, frame.f_lasti
     positions = list(code.co_positions())
     here = positions[lasti // 2]
@@ -87,8 +87,8 @@ def find_with(frame: types.FrameType) -> WithSite:
     """Locate the ``with`` item that ``frame``, the caller of ``__enter__``, is entering.
 
     Raises:
-        WithBlockNotFoundError: If the frame has no source text, is not entering a ``with`` statement, or its
-            text changed since it was compiled.
+        WithBlockNotFoundError: If the frame has no source text, if it is not entering a ``with`` statement, or if the text changed
+            since it was compiled.
     """
     filename, line = frame.f_code.co_filename, frame.f_lineno
     tree = parsed_file(filename, frame.f_globals)
@@ -100,19 +100,19 @@ def find_with(frame: types.FrameType) -> WithSite:
     if tree is None:
         raise WithBlockNotFoundError(
             f"The source of the block at {filename}:{line} cannot be read, so its body cannot be deferred. "
-            "Code made by exec() or compile() from a string, or piped into the interpreter, has no source that Python "
-            "keeps: put the block into a file, or register its text with `linecache` under this file name."
+            "Python keeps no source of code that is compiled from a string by exec() or compile(), or piped into the interpreter: "
+            "put the block into a file, or register its text with `linecache` under this file name."
         )
     raise WithBlockNotFoundError(_diagnostic(frame, filename, line))
 
 
 def _site_in(tree: ast.Module, filename: str, frame: types.FrameType) -> WithSite | None:
-    """Return the place in ``tree`` where ``frame`` is, if the code of the frame can come from there."""
+    """Return the ``with`` item in ``tree`` that ``frame`` is entering; ``None`` if the code of the frame does not match the tree."""
     here, earlier = _enter_position(frame)
     for node, class_name, first_argument in nodes_in_place(tree):
         if not isinstance(node, ast.With):
             continue
-        item = None  # the body of a `finally` is compiled several times: each copy enters all items again
+        item = None  # the body of a `finally` is compiled several times, so `earlier` may count the items of earlier copies
         if _extent(node) == here or (None in here and node.lineno == frame.f_lineno):
             item = earlier % len(node.items)
         else:
@@ -126,7 +126,7 @@ def _site_in(tree: ast.Module, filename: str, frame: types.FrameType) -> WithSit
 
 
 def nodes_in_place(tree: ast.Module) -> Iterator[tuple[ast.AST, str | None, str | None]]:
-    """Yield every node, the name of the class around it, and the first parameter of the function around it."""
+    """Yield every node, with the name of the enclosing class and the first parameter of the enclosing function."""
     stack: list[tuple[ast.AST, str | None, str | None]] = [(tree, None, None)]
     while stack:
         node, class_name, first_argument = stack.pop()
@@ -140,9 +140,9 @@ def nodes_in_place(tree: ast.Module) -> Iterator[tuple[ast.AST, str | None, str 
 
 
 def _recovered_site(frame: types.FrameType) -> WithSite | None:
-    """Return the place of ``frame`` in a text that is in no file, having registered the text under a name of its own.
+    """Find the ``with`` item of ``frame`` in a text that is in no file, and register the text in :mod:`linecache` under a name of its own.
 
-    The block is compiled under that name, so tracebacks show its lines and blocks in it are found.
+    The block is compiled under that name, so tracebacks show its lines, and nested blocks find their statements.
     """
     for text in candidates(frame):
         tree = _parsed(text)
@@ -161,9 +161,9 @@ def _recovered_site(frame: types.FrameType) -> WithSite | None:
 
 
 def body_lines(source: str | Iterable[str], line: int) -> tuple[int, list[str]]:
-    """Return number of the first line, and the lines, of the body of the ``with`` statement that begins at ``line`` of ``source``.
+    """Return the body of the ``with`` statement that begins at ``line`` of ``source``: the number of its first line, and its lines.
 
-    If the body is on the line of its ``with``, the first line begins at its first statement.
+    If the body is on the line of its ``with``, the returned first line begins with the first statement of the body.
 
     Raises:
         WithBlockNotFoundError: If no ``with`` statement begins there.
@@ -178,7 +178,7 @@ def body_lines(source: str | Iterable[str], line: int) -> tuple[int, list[str]]:
     statement = node.body[0]
     first = statement.lineno
     body = lines[first - 1 : node.end_lineno]
-    # Columns are bytes of the text that was parsed, which has lost its common indentation.
+    # Columns count bytes of the parsed text, from which the common indentation was removed.
     parsed = StringIO(text).readlines()[first - 1].encode()
     if parsed[: statement.col_offset].strip():
         body[0] = parsed[statement.col_offset :].decode()
@@ -186,9 +186,9 @@ def body_lines(source: str | Iterable[str], line: int) -> tuple[int, list[str]]:
 
 
 def calls_for_with(frame: types.FrameType) -> bool:
-    """Whether the call that ``frame`` is making is the context manager of a ``with`` statement.
+    """Whether the result of the call that ``frame`` is making is entered by a ``with`` statement.
 
-    The instruction behind the call tells, so this needs no source.
+    The instruction after the call decides, so no source is needed.
     """
     code, offset = frame.f_code.co_code, frame.f_lasti + 2
     while offset < len(code) and code[offset] == _CACHE:
@@ -197,7 +197,7 @@ def calls_for_with(frame: types.FrameType) -> bool:
 
 
 def _context(lines: list[str], line: int) -> str:
-    """Return the lines around ``line``, which is marked."""
+    """Return the lines around ``line`` with their numbers, and an arrow at ``line``."""
     numbers = range(max(1, line - 2), min(len(lines), line + 2) + 1)
     return "".join(f"  {'->' if number == line else '  '} {number}: {lines[number - 1].rstrip()}\n" for number in numbers)
 

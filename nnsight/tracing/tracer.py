@@ -1,11 +1,11 @@
 """The context manager of a deferred block.
 
-``__enter__`` sets a trace function on the caller's frame, which raises a private exception at the next instruction; ``__exit__`` catches
-it. So the body never runs in place. The trace function of a debugger or of coverage is restored after that one instruction. Then
-``__exit__`` gives the compiled body to a backend, which decides where and when it runs, and binds saved names in the user's frame.
+``__enter__`` sets a trace function on the caller's frame. This function raises a private exception at the next instruction, and
+``__exit__`` catches the exception. So the body never runs in place. The trace function of a debugger or of coverage is restored after
+that one instruction. Then ``__exit__`` gives the compiled body to a backend, which decides where and when the body runs. At the end,
+``__exit__`` binds saved names in the user's frame.
 
-A second context manager in the same header is entered around the deferred body, and the header's arguments are evaluated once, at the usual
-time.
+The call that creates the tracer is evaluated once, at the usual time. Context managers after it in the header belong to the deferred body.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from .backend import HERE, Backend
+from .backend import LOCAL, Backend
 from .block import Block, Scope, block_at, write_back
 from .errors import BLOCK_NAME, WithBlockNotFoundError, ignore_new_frames, is_internal, show_only_users_frames
 from .saving import mount, save, saves
@@ -35,13 +35,13 @@ def _raise_skip(frame: types.FrameType, event: str, argument: Any) -> None:
     raise _SkipBody
 
 
-#: Makes its argument what is being handled, which becomes the context of what is raised; ``None`` for nothing.
-_handle = ctypes.pythonapi.PyErr_SetHandledException
-_handle.argtypes, _handle.restype = [ctypes.py_object], None
+#: Sets the exception that Python regards as being handled, or ``None``. It becomes the ``__context__`` of exceptions that are raised.
+_set_handled_exception = ctypes.pythonapi.PyErr_SetHandledException
+_set_handled_exception.argtypes, _set_handled_exception.restype = [ctypes.py_object], None
 
 
 def _continue_context(failure: BaseException, handled: BaseException | None) -> None:
-    """Let the chain of contexts of ``failure`` end with what was being handled around the block, as it does in place."""
+    """Append ``handled``, the exception being handled around the block, to the contexts of ``failure``, as if the block ran in place."""
     contexts = [failure]
     while contexts[-1].__context__ is not None and contexts[-1].__context__ not in contexts:
         contexts.append(contexts[-1].__context__)
@@ -50,7 +50,7 @@ def _continue_context(failure: BaseException, handled: BaseException | None) -> 
 
 
 def _noted(execute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``execute`` of a tracer, which then notes that it was called."""
+    """Wrap the method ``execute`` of a tracer, so that a call clears ``_deferred``: the block runs."""
 
     @functools.wraps(execute)
     def noted(self: Tracer, function: Callable[[], None]) -> Any:
@@ -63,25 +63,28 @@ def _noted(execute: Callable[..., Any]) -> Callable[..., Any]:
 class Tracer:
     """Captures the body of its ``with`` statement and defers it.
 
-    ``backend`` is called with the tracer once the body is captured; by default it runs the body in this process.
+    ``backend`` is called with the tracer once the body is captured. The default backend runs the body in this process.
+
+    Raises:
+        TypeError: If ``backend`` cannot be called.
     """
 
-    Info = Block  # what `info` is
-    must_be_entered = True  # whether an object that is never entered is a mistake
-    runs_once = ""  # what is wrong with entering an object for a second time; nothing, if it can run anew
+    Info = Block  # the class of `info`
+    must_be_entered = True  # whether to warn about an object that is never entered
+    runs_once = ""  # error message if the object is entered for a second time; empty if it can run again
 
     def __init__(self, backend: Backend | None = None) -> None:
-        self._entered = True  # should the next line raise, nothing was forgotten
+        self._entered = True  # no warning of `__del__` if the next line raises
         if backend is not None and not callable(backend):
-            raise TypeError(f"A backend is a callable that is given the tracer, such as a `Backend`; not {type(backend).__name__}.")
+            raise TypeError(f"A backend must be callable with the tracer, such as a `Backend`; got {type(backend).__name__}.")
         self._entered = False
-        self._deferred = False
-        self.backend = HERE if backend is None else backend
-        self.info: Block | None = None  # what was captured, while the context is open
-        self.scope: Scope | None = None  # its variables, likewise
-        self.module_globals: dict[str, Any] = {}  # the globals of its module, likewise
-        self._frame: types.FrameType | None = None
-        self._previous: tuple[Any, Any, bool] | None = None  # trace functions of the thread and the frame; opcodes
+        self._deferred = False  # whether the backend returned without running the block
+        self.backend = LOCAL if backend is None else backend
+        self.info: Block | None = None  # the captured block, while the context is open
+        self.scope: Scope | None = None  # its variables, while the context is open
+        self.module_globals: dict[str, Any] = {}  # the globals of its module, while the context is open
+        self._frame: types.FrameType | None = None  # the frame that contains the `with` statement
+        self._previous: tuple[Any, Any, bool] | None = None  # trace functions of the thread and of the frame; `f_trace_opcodes`
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -92,7 +95,7 @@ class Tracer:
         if self._entered and self.runs_once:
             raise ValueError(self.runs_once)
         if self._frame is not None:
-            raise ValueError(f"This {type(self).__name__} is entered already: it cannot be a context inside itself.")
+            raise ValueError(f"This {type(self).__name__} is already entered: it cannot be entered again inside its own block.")
         self._entered = True
         frame = sys._getframe(1)
         while frame.f_code.co_name == "__enter__" and is_internal(frame.f_code) and frame.f_back is not None:
@@ -115,13 +118,13 @@ class Tracer:
         assert frame is not None and previous is not None
         debugger, frame.f_trace, frame.f_trace_opcodes = previous
         sys.settrace(debugger)
-        if debugger is not None:  # it sees this function return, so it has to see the call: coverage counts both
+        if debugger is not None:  # the debugger sees this function return, so it must see the call: coverage counts both
             own_frame = sys._getframe()
             own_frame.f_trace = debugger(own_frame, "call", None)
         try:
             if kind is not _SkipBody or error is None:
                 return False
-            _handle(None)  # and not the private exception; the user's frame restores what it was handling itself
+            _set_handled_exception(None)  # not the private exception; the user's frame restores the exception that it was handling
             self.run()
         except BaseException as failure:
             assert error is not None
@@ -136,13 +139,13 @@ class Tracer:
     def __del__(self) -> None:
         if self.must_be_entered and not getattr(self, "_entered", True):
             warnings.warn(
-                f"{type(self).__name__}: made and never entered, so nothing ran. Write `with ...:` and a block.",
+                f"{type(self).__name__} was created but never entered, so nothing ran. Use it in a `with` statement with a block.",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def capture(self) -> Block:
-        """Find and compile the block that is being entered, set :attr:`info` and :attr:`scope`, and return the former.
+        """Find and compile the block that is being entered, set :attr:`info` and :attr:`scope`, and return ``info``.
 
         Raises:
             WithBlockNotFoundError: If the source of the block cannot be found.
@@ -159,13 +162,13 @@ class Tracer:
     parse = staticmethod(body_lines)
 
     def replay(self) -> dict[str, Any] | None:
-        """Have what the block does without running it, if that is known; return what it saves then."""
+        """Replay the effects of the block without running it, if they are known. Returns the values that the block saves, by name."""
         return None
 
     def run(self) -> None:
-        """Call the backend inside a table of saves, then bind saved names in the user's frame, also if the block failed.
+        """Call the backend with an open table of saves, then bind saved names in the user's frame, even if the block failed.
 
-        A backend that returns without having run the block may run it later: until then the tracer stays open.
+        If the backend returns without running the block, it may run the block later: the tracer stays open until then.
         """
         assert self.info is not None and self.scope is not None and self._frame is not None
         frame, scope = self._frame, self.scope
@@ -175,7 +178,7 @@ class Tracer:
         self._deferred = True  # until `execute`
         values: dict[str, Any] | None = None
         try:
-            if self.backend is HERE:
+            if self.backend is LOCAL:
                 values = self.replay()
             if values is None:
                 self.backend(self)
@@ -193,7 +196,7 @@ class Tracer:
         assert self.info is not None
         bound = self.info.bindings(self.target_value)
         if not self.owns_scope:
-            for name, value in bound.items():  # the body has done so, if it ran
+            for name, value in bound.items():  # in case the body, which binds them too, did not run
                 scope.cells[name].cell_contents = value
             return
         if values is None:
@@ -205,7 +208,7 @@ class Tracer:
 
     @property
     def owns_scope(self) -> bool:
-        """Whether the scope is this block's own, and not shared with a block around it."""
+        """Whether the scope belongs to this block alone, rather than to an enclosing block."""
         return self._frame is not None and self._frame.f_code.co_name != BLOCK_NAME
 
     def compile(self) -> Callable[[], None]:
@@ -215,12 +218,12 @@ class Tracer:
 
     @property
     def target_value(self) -> Any:
-        """What ``as`` binds: this tracer, unless a subclass has something better."""
+        """The value that ``as`` binds: this tracer, unless a subclass chooses another object."""
         return self
 
     @_noted
     def execute(self, function: Callable[[], None]) -> Any:
-        """Run the body; subclasses run it together with something else."""
+        """Run the body and return its result. Subclasses run the body together with a model."""
         return function()
 
     def _close(self) -> None:

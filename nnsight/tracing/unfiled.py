@@ -1,12 +1,12 @@
-"""Source text that is in no file: of statements typed at a prompt, of ``python -c``, of strings given to ``exec``.
+"""Source text that is in no file: statements typed at a prompt, ``python -c``, strings passed to ``exec``.
 
-Python compiles such text and forgets it, and a deferred block needs it. :func:`candidates` yields the texts that it might be, most likely
-first: what was entered at prompts (:func:`watch_prompts` records it), the arguments of the interpreter, standard input if that is a file,
-strings in variables of the functions that are running, and the cells that IPython runs for ``%%time`` and the like.
+Python compiles such text and forgets it, but a deferred block needs it. :func:`candidates` yields the possible texts, most likely first:
+statements entered at prompts (:func:`watch_prompts` records them), the arguments of the interpreter, standard input if it is a file,
+strings in variables of the running functions, and the cells that IPython runs for magics such as ``%%time``.
 
-The caller takes a text only if the code that runs can have been compiled from it, see :mod:`nnsight.tracing.source`. Text that came
-through a pipe, and strings that no variable holds, are not found. (Notebooks, doctest and the prompt of Python 3.13 keep their text in
-:mod:`linecache`, where it is found as the text of a file is.)
+The caller uses a text only if the running code can have been compiled from it, see :mod:`nnsight.tracing.source`. Text from a pipe, and
+strings that no variable refers to, are not found. Notebooks, doctest and the prompt of Python 3.13 keep their text in :mod:`linecache`,
+so they need no search.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from typing import Any
 
 from .parsing import parse
 
-#: What was entered at prompts, a text for each statement, in order.
+#: The statements that were entered at prompts, in order.
 _entered: list[str] = []
 
-#: How far out a function that executes a string may be: runners such as profilers add a few frames of their own.
+#: How many frames are searched for the string that is executed. Runners such as profilers add a few frames of their own.
 _CALLERS = 12
 
 
 def candidates(frame: types.FrameType) -> Iterator[str]:
-    """Yield texts that the code of ``frame`` may have been compiled from; only for code that no file contains."""
+    """Yield texts from which the code of ``frame`` may have been compiled. Yields nothing for code from a file."""
     filename = frame.f_code.co_filename
     if not (filename.startswith("<") and filename.endswith(">")):
         return
@@ -62,7 +62,7 @@ def _standard_input() -> str | None:
         content = os.pread(0, status.st_size, 0)
         encoding, _ = tokenize.detect_encoding(BytesIO(content).readline)
         return content.decode(encoding)
-    except (OSError, AttributeError, SyntaxError, UnicodeDecodeError):  # closed, no `pread` here, no text
+    except (OSError, AttributeError, SyntaxError, UnicodeDecodeError):  # closed, a platform without `pread`, not text
         return None
 
 
@@ -78,7 +78,7 @@ def _held_by_callers(frame: types.FrameType | None, lines: int) -> Iterator[str]
 
 
 def _arguments_of_cell_magics() -> Iterator[str]:
-    """Yield the bodies of cells, latest first, that IPython compiled as the argument of a call to it."""
+    """Yield the bodies of cells with a magic, latest first: IPython compiles such a cell as ``run_cell_magic(..., "<the body>")``."""
     for entry in reversed(list(linecache.cache.values())):
         text = "" if len(entry) == 1 else "".join(entry[2])
         if "run_cell_magic(" not in text:
@@ -93,10 +93,10 @@ def _arguments_of_cell_magics() -> Iterator[str]:
 
 
 def watch_prompts() -> None:
-    """Record what is entered at the prompts of this process from here on.
+    """Record the statements that are entered at the prompts of this process from now on.
 
-    :class:`code.InteractiveInterpreter` gets each statement as a string. Before Python 3.13 the interpreter's own prompt reads lines by a C
-    function, which is replaced by one that calls it and keeps the line.
+    :class:`code.InteractiveInterpreter` gets each statement as a string. Before Python 3.13, the interpreter's own prompt reads lines with
+    a C function. It is replaced by a function that calls it and records the line.
     """
     plain = code.InteractiveInterpreter.runsource
     if not hasattr(plain, "__wrapped__"):
@@ -110,7 +110,7 @@ def _keeping(runsource: Callable[..., bool]) -> Callable[..., bool]:
     def wrapper(self: Any, source: str, *args: Any, **kwargs: Any) -> bool:
         _entered.append(source)
         more = runsource(self, source, *args, **kwargs)
-        if more:  # nothing was run: the statement goes on, and comes again with its next line
+        if more:  # the statement is incomplete: the next call repeats it together with its next line
             _entered.pop()
         return more
 
@@ -119,7 +119,7 @@ def _keeping(runsource: Callable[..., bool]) -> Callable[..., bool]:
 
 #: ``char *reader(FILE *input, FILE *output, const char *prompt)``
 _READER = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)
-_readers: list[Any] = []  # the interpreter holds a bare pointer
+_readers: list[Any] = []  # keeps the callback alive: the interpreter has only a bare pointer to it
 
 
 def _watch_terminal() -> None:
@@ -138,7 +138,7 @@ def _watch_terminal() -> None:
             line: int | None = plain(source, target, prompt)
             if line:
                 _note_line(prompt or b"", ctypes.string_at(line))
-        except BaseException:  # interrupted: no line, from which the prompt concludes just that
+        except BaseException:  # an exception cannot leave a C callback; the prompt takes a missing line as an interrupt
             return None
         return line
 
@@ -148,7 +148,7 @@ def _watch_terminal() -> None:
 
 
 def _note_line(prompt: bytes, line: bytes) -> None:
-    """Add a line to the statement it belongs to; ``input()`` reads lines too, with other prompts."""
+    """Record a line of a statement. Lines with other prompts come from ``input()`` and are ignored."""
     encoding = getattr(sys.stdin, "encoding", None) or "utf-8"
     text = line.decode(encoding, "replace")
     if prompt.decode(encoding, "replace") == str(getattr(sys, "ps1", ">>> ")):

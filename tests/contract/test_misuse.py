@@ -248,7 +248,7 @@ def uses_another_models_module_of_the_same_name(case: Case) -> None:
         other.first.output.save()  # wrong
 
 
-@mistake(TypeError, "A backend is a callable")
+@mistake(TypeError, "A backend must be callable")
 def names_a_backend(case: Case) -> None:
     with case.model.trace(case.x, backend="vllm"):  # wrong
         case.model.first.output.save()
@@ -710,7 +710,7 @@ def test_another_thread_is_outside(case: Case, compile: bool) -> None:
 
 def test_what_is_never_entered_warns() -> None:
     model = NNsight(Net())
-    with pytest.warns(RuntimeWarning, match="Tracer: made and never entered"):
+    with pytest.warns(RuntimeWarning, match="Tracer was created but never entered"):
         model.trace(torch.ones(1, 4))
-    with pytest.warns(RuntimeWarning, match="Tracer: made and never entered"):
+    with pytest.warns(RuntimeWarning, match="Tracer was created but never entered"):
         model.edit()

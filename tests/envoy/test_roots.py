@@ -170,8 +170,8 @@ def test_errors_name_the_path() -> None:
 def test_arguments_of_roots_are_checked() -> None:
     for kind in (Envoy, NNsight):
         for wrong, says in (
-            ({"path": ""}, "path= is the name"),
-            ({"path": "a b"}, "path= is the name"),
+            ({"path": ""}, "path= must be a dotted name"),
+            ({"path": "a b"}, "path= must be a dotted name"),
             ({"interleaver": object()}, "each run has an interleaver of its own"),
             ({"parent": Envoy(Net())}, "set it as an attribute"),
         ):

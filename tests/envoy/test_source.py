@@ -627,8 +627,8 @@ def test_what_is_no_function_of_python_has_no_source(model: NNsight) -> None:
 def test_a_function_that_only_a_run_can_tell_is_listed_from_that_run_on(net: Net, x: torch.Tensor, compile: bool) -> None:
     model = NNsight(net, compile={"backend": "eager"})
     source = model.layers[0].source.weigh_0.source
-    assert repr(source).endswith("known when the model has run once more>") and "names" in dir(source)
-    with pytest.raises(SourceError, match="known while the model runs only. Trace the model once"):
+    assert repr(source).endswith("known after the next run of the model>") and "names" in dir(source)
+    with pytest.raises(SourceError, match="only known while the model runs. Trace the model once"):
         list(source)
     with model.trace(x, compile=compile):
         model.output.save()

@@ -525,7 +525,7 @@ def test_what_is_edited_here_and_would_not_reach_the_model_is_refused(demo: Any)
             row *= 2
             with demo.trace(PROMPT):
                 demo.transformer.h[0].output[:] = hidden
-    with pytest.raises(NotExpressibleError, match=r":\d+: Values of the model are not there between"):
+    with pytest.raises(NotExpressibleError, match=r":\d+: Between the traces of a session"):
         with demo.session(remote="local"):
             with demo.trace(PROMPT):
                 hidden = demo.transformer.h[0].output

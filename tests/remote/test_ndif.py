@@ -118,7 +118,7 @@ def test_something_else_than_a_server(body: bytes) -> None:
 
 @pytest.mark.parametrize("deployments", ["3", '{"a": {"deployment_level": "HOT"}}', '{"a": 1}'])
 def test_models_that_are_not_understood(deployments: str) -> None:
-    with odd_server(200, f'{{"deployments": {deployments}}}'.encode()) as (url, _), pytest.raises(RemoteError, match="not understood here"):
+    with odd_server(200, f'{{"deployments": {deployments}}}'.encode()) as (url, _), pytest.raises(RemoteError, match="unknown format"):
         nnsight.status(host=url)
 
 

@@ -170,7 +170,7 @@ def test_values_are_not_there_between_the_traces_of_a_session(model: Any) -> Non
             gradient = hidden.grad
 
     for use in (printed, computed, edited, differentiated):
-        with pytest.raises(NotExpressibleError, match=r":\d+: Values of the model are not there between"):
+        with pytest.raises(NotExpressibleError, match=r":\d+: Between the traces of a session"):
             with model.session(backend=LocalBackend(model, cuts=0)):
                 with model.trace(PROMPT):
                     hidden = model.transformer.h[0].output

@@ -81,7 +81,7 @@ def test_what_comes_through_a_socket_is_checked_as_what_is_posted(guarded: Runni
             ((5000).to_bytes(8, "little") + b"[" * 5000, 400, "packet"),
             (join_packet({**alice, "nonce": "mine"}, good), 400, "UUID"),
             (join_packet({"model_key": "other"}, good), 404, "not served here"),
-            (join_packet(alice), 415, "something else"),
+            (join_packet(alice), 415, "an unknown format"),
             (join_packet(alice, b"\x80\x04" + bytes(20)), 415, "a pickle"),
             (join_packet({**alice, "compress": True}, good), 415, "compressed"),
             (join_packet(alice, order(say="x" * 5000)), 413, "4,096 bytes"),
@@ -127,9 +127,9 @@ def test_payloads_of_other_clients_are_refused_and_never_run(server: Running, or
         (b"\x28\xb5\x2f\xfd" + bytes(20), "compressed"),
         (b"\x78\x9c" + bytes(20), "compressed"),
         (b"\x1f\x8b" + bytes(20), "compressed"),
-        (b"", "something else"),
-        (b"hello, this is no program", "something else"),
-        ((2**40).to_bytes(8, "little") + b"{}", "something else"),
+        (b"", "an unknown format"),
+        (b"hello, this is no program", "an unknown format"),
+        ((2**40).to_bytes(8, "little") + b"{}", "an unknown format"),
     ]:
         answer = server.post(payload, env={"packages": {f"package_{number}": "1.0.0" for number in range(1500)}})
         assert answer.status_code == 415
@@ -317,7 +317,7 @@ def test_the_command_for_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert cli.main(["keys", "list", path]) == 0
     assert "alice: queue 16" in capsys.readouterr().out
     assert cli.main(["keys", "add", path, "--name", "alice"]) == 2
-    assert "has a key named 'alice' already" in capsys.readouterr().err
+    assert "already has a key named 'alice'" in capsys.readouterr().err
     assert cli.main(["keys", "remove", path, "--name", "alice"]) == 0
     assert cli.main(["keys", "remove", path, "--name", "alice"]) == 2
 
@@ -401,7 +401,7 @@ def test_a_job_that_is_submitted_with_a_socket_that_ends_is_taken(server: Runnin
                 await asyncio.sleep(0.1)
 
     wait = asyncio.wait
-    monkeypatch.setattr(sessions._Session, "_tell", cut)
+    monkeypatch.setattr(sessions._Session, "_send_messages", cut)
     monkeypatch.setattr(asyncio, "wait", late)
     with server.session() as (socket, session):
         jobs = [server.submit(order(say=f"{number}"), session_id=session) for number in range(2)]
@@ -586,6 +586,48 @@ def test_a_job_that_runs_is_cancelled_at_once(server: Running, orders: Orders) -
     assert server.get(f"/response/{job}").json()["data"] == {"error": "JobCancelledError"}
 
 
+def test_a_job_that_is_cancelled_while_its_payload_is_read_does_not_run(
+    server: Running, orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin, reading, read = server.gateway.spool.begin, threading.Event(), threading.Event()
+
+    def slow(jobs: Any) -> list[bytes]:
+        reading.set()
+        assert read.wait(20)
+        return begin(jobs)
+
+    monkeypatch.setattr(server.gateway.spool, "begin", slow)
+    job = server.submit(order(say="endless", spin=True))
+    until(reading.is_set)
+    assert requests.delete(f"{server.url}/request/{job}", timeout=10).json()["status"] == "ERROR"
+    read.set()
+    assert server.finished(server.submit(order(say="next")))["status"] == "COMPLETED" and orders.seen == ["next"]
+
+
+def test_a_job_that_is_cancelled_before_its_group_runs_takes_no_other_along(
+    server: Running, orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool, reading, read = server.gateway.spool, threading.Event(), threading.Event()
+    begin = spool.begin
+
+    def slow(jobs: Any) -> list[bytes]:
+        if len(jobs) == 2:
+            reading.set()
+            assert read.wait(20)
+        return begin(jobs)
+
+    monkeypatch.setattr(spool, "begin", slow)
+    first = server.submit(order(say="first", wait=True))
+    until(orders.started.is_set)
+    pair = [server.submit(order(say=word, kind="k")) for word in "ab"]
+    orders.gate.set()
+    until(reading.is_set)
+    requests.delete(f"{server.url}/request/{pair[0]}", timeout=10)
+    until(lambda: not spool._reader.execute("SELECT 1 FROM payload WHERE id = ?", (pair[0],)).fetchall())
+    read.set()
+    assert [server.finished(job)["status"] for job in (first, *pair)] == ["COMPLETED", "ERROR", "COMPLETED"]
+
+
 def test_jobs_of_a_group_are_cancelled_one_by_one_and_by_their_owner(guarded: Running, orders: Orders) -> None:
     def delete(job: str, key: str) -> int:
         return requests.delete(f"{guarded.url}/request/{job}", headers={"ndif-api-key": key}, timeout=10).status_code
@@ -720,7 +762,7 @@ def test_damaged_records_and_strange_files_do_not_stop_the_server(tmp_path: Path
     gone.gate.set()
     with running(Orders().engine(), tmp_path) as server:
         assert other.exists() and list(server.gateway.jobs) == [job]
-        assert "does not serve" not in server.finished(job)["description"]  # what the operator did is in the log
+        assert "no longer serves" not in server.finished(job)["description"]  # what the operator did is in the log
         assert server.finished(job)["status"] == "ERROR"
 
 

@@ -117,7 +117,7 @@ def test_a_loop_as_a_with_block(model: NNsight, net: Recurrent, x: torch.Tensor)
 @both
 def test_loops_by_the_model_are_those_of_the_tracer(model: NNsight, net: Recurrent, x: torch.Tensor, compile: bool) -> None:
     _, out = reference(net, x, lambda step, h: h + step if step < 2 else h)
-    with pytest.warns(NNsightDeprecationWarning, match=r"is now `tracer\.iter`") as caught:
+    with pytest.warns(NNsightDeprecationWarning, match=r"use `tracer\.iter`") as caught:
         with model.trace(x, compile=compile):
             for step in model.iter[:2]:
                 model.cell.output = model.cell.output + step

@@ -123,6 +123,7 @@ class Playback:
         self.report = report
         self._tensors = tensors
         self.found: Effects | None = None
+        self.interceptions: list[object] = []  # as those of an `Interleaver`
         self._slots: list[Any] = []
         self._values: dict[int, torch.Tensor] = {}
 

@@ -1,1 +1,1 @@
-"""The client of a server: submits jobs, waits for them, and binds their results to the variables of the user."""
+"""The client of a server: submits jobs, waits for them, and binds their results to the user's variables."""

@@ -1,4 +1,4 @@
-"""The key of a user: whose it is, and keeping it."""
+"""The API key of a user: its owner, and storing it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .facts import ask
 
 
 def whoami(api_key: str | None = None, *, host: str | None = None) -> dict[str, Any]:
-    """Return whose key it is: ``email``, ``tags``, and what else the server says, such as ``limits``.
+    """Return the owner of a key: ``email``, ``tags``, and further entries of the server such as ``limits``.
 
     Args:
         api_key: The key; by default ``CONFIG.API.KEY``.
@@ -18,25 +18,25 @@ def whoami(api_key: str | None = None, *, host: str | None = None) -> dict[str, 
 
     Raises:
         RemoteError: If the server does not know the key.
-        RemoteConnectionError: If it cannot be reached.
+        RemoteConnectionError: If the server cannot be reached.
     """
     return {"email": None, "tags": [], **ask("/whoami", host, api_key)}
 
 
 def login(api_key: str | None = None, *, host: str | None = None) -> dict[str, Any] | None:
-    """Check a key at the server, and use it from now on, also in later programs.
+    """Check a key with the server, and store it for this process and later ones. After an error, nothing is stored.
 
     Args:
-        api_key: The key; by default it is asked for, without showing it.
+        api_key: The key; by default, the user is prompted for it, and the input is hidden.
         host: Address of the server; by default ``CONFIG.API.HOST``.
 
     Returns:
-        Whose key it is, see :func:`whoami`; None without a key, which changes nothing.
+        The owner of the key, see :func:`whoami`; None if the key is empty, and then nothing changes.
 
     Raises:
-        RemoteError: If the server does not know the key. Nothing is stored then, as with the errors below.
-        RemoteConnectionError: If it cannot be reached.
-        ValueError: If the key has blanks in it.
+        RemoteError: If the server does not know the key.
+        RemoteConnectionError: If the server cannot be reached.
+        ValueError: If the key contains whitespace.
     """
     key = (getpass.getpass("API key: ") if api_key is None else api_key).strip()
     if not key:

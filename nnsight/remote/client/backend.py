@@ -1,4 +1,4 @@
-"""Backends that send a block as data."""
+"""Backends that record a block as a program and run the program elsewhere."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ from .session_jobs import record_session
 class ProgramBackend(Backend):
     """Records the block of a trace or a session, runs it with :meth:`send`, and binds the saved values.
 
-    Subclasses override :meth:`send`, or :meth:`submit` if they do not wait for the results. A block that needs values in Python gets them
-    from :meth:`send`, before the whole program is submitted; without it, such a block is refused.
+    Subclasses override :meth:`send`, or :meth:`submit` if they do not wait for the results. If a block needs a value in Python, a cut sends
+    the part before it with :meth:`send`, before the whole program is submitted. Without :meth:`send`, such a block is refused.
 
     Attributes:
-        cuts: How many jobs may be sent for values in one trace or session; ``None`` for ``CONFIG.API.CUTS``. With 0, a block that needs
-            one is refused.
+        cuts: Maximum number of cuts in one trace or session; ``None`` for ``CONFIG.API.CUTS``. With 0, a block that needs one is refused.
     """
 
     cuts: int | None = None
@@ -49,7 +48,7 @@ class ProgramBackend(Backend):
         recorded.bind(self.send(recorded.payload()))
 
     def send(self, payload: bytes) -> bytes:
-        """Return the results of a payload, see :func:`~nnsight.program.run.execution.execute_payload`."""
+        """Run a payload and return its results, see :func:`~nnsight.program.run.execution.execute_payload`."""
         raise NotImplementedError
 
 
@@ -58,7 +57,7 @@ class LocalBackend(ProgramBackend):
 
     Args:
         model: The model of the trace.
-        limits: What the job may cost.
+        limits: Upper bounds for the job.
         cuts: See :class:`ProgramBackend`.
     """
 
@@ -70,7 +69,7 @@ class LocalBackend(ProgramBackend):
 
 
 class RecordingBackend(ProgramBackend):
-    """``remote="program"``: records the block and runs nothing; the program is ``tracer.program``."""
+    """``remote="program"``: records the block as ``tracer.program``, and runs nothing."""
 
     def __call__(self, tracer: Any) -> Any:
         recorded = record(tracer, Backend.__call__(self, tracer), for_others=True)
@@ -82,11 +81,11 @@ _LINE = re.compile(r", line (\d+)(?= failed:|: )")
 
 
 def _with_line(error: Exception, block: Block) -> Exception:
-    """Return ``error`` without its causes; if its message names a line of ``block``, with the file and the text of that line."""
+    """Return ``error`` without its causes. If its message names a line of ``block``, add the file and the text of that line."""
     message = str(error)
     found = _LINE.search(message)
     kind = InvalidProgramError if isinstance(error, InvalidProgramError) else ExecutionFailedError
-    if found is None or not block.line <= int(found[1]) <= block.last_line:  # of a function that the block calls
+    if found is None or not block.line <= int(found[1]) <= block.last_line:  # a line of a function that the block calls
         return kind(message)
     text = linecache.getline(block.filename, int(found[1])).strip()
     message = f"{message[: found.end()]} of {block.filename}{message[found.end() :]}"

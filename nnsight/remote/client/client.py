@@ -1,11 +1,11 @@
 """The client of a server: submits jobs, follows them, fetches results.
 
-A submitted job does not depend on the connection, so everything that breaks is tried again: a submission under the same nonce, which
-makes no second job; a WebSocket from the last message seen; a download from the last byte. If the server cannot be reached for longer
-than ``patience``, the client raises an error with the id of the job, which can be asked for later.
+A submitted job does not depend on the connection, so the client retries every step that breaks. It submits again with the same nonce, so
+there is no second job. It opens a new WebSocket and continues after the last message that it saw. It continues a download after the last
+byte. If the server cannot be reached for longer than ``patience``, the client raises an error. The result can be fetched later by job id.
 
-The server is not trusted: nothing that it sends is unpickled, and the key is sent to the chosen address only; redirects and addresses in
-messages are not followed.
+The client does not trust the server: it unpickles nothing, and it sends the key to the chosen address only. It follows no redirects, and
+no addresses in messages.
 """
 
 from __future__ import annotations
@@ -29,32 +29,21 @@ try:
     from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
     from websockets.sync.client import connect
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"Remote execution needs further packages ({error.name}): pip install 'nnsight[remote]'."
-    ) from error
+    raise ModuleNotFoundError(f"Remote execution needs further packages ({error.name}): pip install 'nnsight[remote]'.") from error
 
 from ...config import CONFIG
-from ..protocol import (
-    CONTENT_TYPE,
-    FRAMING,
-    KEY_HEADER,
-    PYTHON_HEADER,
-    TIME_HEADER,
-    VERSION_HEADER,
-    JobStatus,
-    Message,
-)
+from ..protocol import CONTENT_TYPE, FRAMING, KEY_HEADER, PYTHON_HEADER, TIME_HEADER, VERSION_HEADER, JobStatus, Message
 from .answers import address, checked_id, detail_of, error_of, text_of
-from .errors import LostError, RemoteConnectionError, RemoteError, refusal
+from .errors import RemoteConnectionError, RemoteError, RetryableError, refusal
 from .sockets import Socket, is_message
 
 __all__ = ["Client", "RemoteConnectionError", "RemoteError", "address", "checked_id", "error_of"]
 
-#: Least length of a transfer with a progress bar.
+#: Minimum size of a transfer with a progress bar, in bytes.
 _LONG = 4 * 2**20
 _CHUNK = 256 * 1024
-#: How long a WebSocket is kept for the next job, in seconds.
-_IDLE = 60.0
+#: How long an idle WebSocket is kept for the next job, in seconds.
+_IDLE_SECONDS = 60.0
 
 
 class Client:
@@ -63,16 +52,14 @@ class Client:
     Args:
         host: Address of the server, such as ``https://models.example.org``; by default ``CONFIG.API.HOST``.
         api_key: The key; by default ``CONFIG.API.KEY``.
-        timeout: Longest silence of the server while it answers, in seconds.
-        patience: Longest time to try a server that cannot be reached, in seconds.
+        timeout: Maximum wait for the next bytes of an answer, in seconds.
+        patience: Maximum time for attempts to reach the server, in seconds.
 
     Raises:
-        ValueError: If ``host`` is no address.
+        ValueError: If ``host`` is not an address.
     """
 
-    def __init__(
-        self, host: str | None = None, api_key: str | None = None, *, timeout: float = 60.0, patience: float = 60.0
-    ) -> None:
+    def __init__(self, host: str | None = None, api_key: str | None = None, *, timeout: float = 60.0, patience: float = 60.0) -> None:
         self.host = address(host or CONFIG.API.HOST)
         self._key = api_key or CONFIG.API.KEY
         self._timeout = timeout
@@ -84,14 +71,14 @@ class Client:
     # -- jobs --------------------------------------------------------------------------------------------------------
 
     def submit(self, payload: bytes, model_key: str) -> Message:
-        """Submit a job without waiting for it, and return the first message about it.
+        """Submit a job without waiting for its end, and return its first message.
 
         Args:
             payload: The program.
             model_key: The model, see :class:`~nnsight.remote.protocol.ModelKey`.
 
         Raises:
-            RemoteError: If the server refuses it.
+            RemoteError: If the server refuses the job.
             RemoteConnectionError: If the server cannot be reached.
         """
         return self._post(_envelope(model_key), payload)
@@ -106,7 +93,7 @@ class Client:
 
         Raises:
             RemoteError: If the server refuses the request.
-            ValueError: If ``job_id`` is no id.
+            ValueError: If ``job_id`` is not the id of a job.
         """
         try:
             return self._message("GET", f"/response/{checked_id(job_id)}")
@@ -116,7 +103,7 @@ class Client:
             raise
 
     def cancel(self, job_id: str) -> Message:
-        """End a job that waits or runs; return its latest status message. A job that has ended stays as it is.
+        """End a job that waits or runs, and return its latest status message. A finished job does not change.
 
         Raises:
             RemoteError: If there is no such job for this key.
@@ -124,10 +111,10 @@ class Client:
         return self._message("DELETE", f"/request/{checked_id(job_id)}")
 
     def result(self, job_id: str) -> bytes:
-        """Download the result of a job; a download that breaks off continues where it stopped.
+        """Download the result of a job. A download that breaks off continues where it stopped.
 
         Raises:
-            RemoteError: If there is none.
+            RemoteError: If there is no result.
             RemoteConnectionError: If the server cannot be reached.
         """
         path, got = f"/result/{checked_id(job_id)}", bytearray()
@@ -146,22 +133,22 @@ class Client:
                             patience.renew()
                 if len(got) >= length:
                     return bytes(got)
-                raise LostError("the connection ended before the result did")
-            except (requests.RequestException, LostError) as error:
+                raise RetryableError("the connection ended before the end of the result")
+            except (requests.RequestException, RetryableError) as error:
                 patience.wait(error)
 
     def run(self, payload: bytes, model_key: str) -> Iterator[tuple[Message, bytes | None]]:
-        """Submit a job and yield its messages, each with the result that comes along; see :meth:`follow`."""
+        """Submit a job and yield its messages, each with its result or ``None``; see :meth:`follow`."""
         envelope = _envelope(model_key)
         socket: Socket | None = None
-        with contextlib.suppress(LostError):  # without a socket, the client polls
-            socket = self._kept() or self._open()
+        with contextlib.suppress(RetryableError):  # without a socket, the client polls
+            socket = self._idle_socket() or self._open()
         first: list[tuple[Message, bytes | None]] = []
         try:
             if socket is not None and len(payload) <= socket.takes:
                 try:
                     first = socket.submit(envelope, payload)
-                except LostError:  # if it has arrived, the nonce makes it the same job
+                except RetryableError:  # submitted again below; the nonce prevents a second job
                     socket.close()
                     socket = None
             if not first:
@@ -178,21 +165,21 @@ class Client:
             yield from self._follow(message["id"], message["number"], socket)
 
     def follow(self, job_id: str, after: int = 0) -> Iterator[tuple[Message, bytes | None]]:
-        """Yield the messages of a job with numbers above ``after``, up to the one that finishes it.
+        """Yield the messages of a job with numbers above ``after``, up to the message that finishes the job.
 
-        A short result comes with the message ``COMPLETED``; others are fetched with :meth:`result`.
+        Each message comes with a result or ``None``: a short result is sent with ``COMPLETED``, others are fetched with :meth:`result`.
 
         Raises:
             RemoteError: If there is no such job for this key.
-            RemoteConnectionError: If the server cannot be reached. The job goes on.
+            RemoteConnectionError: If the server cannot be reached. The job continues.
         """
         yield from self._follow(checked_id(job_id), after, None)
 
     def _follow(
         self, job_id: str, after: int, socket: Socket | None, first: Iterable[tuple[Message, bytes | None]] = ()
     ) -> Iterator[tuple[Message, bytes | None]]:
-        """Yield the ``first`` messages of a job and those to come, on a socket that has no other job."""
-        patience = _Patience(self._patience, f"hear of job {job_id} from {self.host}")
+        """Yield the messages ``first`` and the following messages of a job. ``socket`` must serve no other job meanwhile."""
+        patience = _Patience(self._patience, f"get messages of job {job_id} from {self.host}")
         while True:
             try:
                 if socket is None:
@@ -202,15 +189,15 @@ class Client:
                     after = message["number"]
                     finished = JobStatus(message["status"]).finished
                     if finished and socket is not None and socket.serves_many:
-                        # Before the last message, after which callers stop iterating.
+                        # Done before the last message is yielded, because callers stop iterating there.
                         with self._lock:
                             self._idle.append((time.monotonic(), socket))
                         socket = None
                     yield message, result
                     if finished:
                         return
-            except (ConnectionClosed, LostError) as error:
-                try:  # a proxy may let HTTP through and no WebSocket
+            except (ConnectionClosed, RetryableError) as error:
+                try:  # a proxy may allow HTTP but no WebSockets
                     latest = self._message("GET", f"/response/{job_id}", once=True)
                 except RemoteConnectionError:
                     patience.wait(error)
@@ -230,11 +217,11 @@ class Client:
     # -- the server --------------------------------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:
-        """Return the models of the server."""
+        """Return the answer of ``GET /status``: the models of the server."""
         return self._json("GET", "/status")
 
     def whoami(self) -> dict[str, Any]:
-        """Return the name and the limits of the key."""
+        """Return the answer of ``GET /whoami``: the owner and the limits of the key."""
         return self._json("GET", "/whoami")
 
     def close(self) -> None:
@@ -247,16 +234,14 @@ class Client:
     # -- HTTP --------------------------------------------------------------------------------------------------------
 
     def _message(self, *args: Any, **options: Any) -> Message:
-        """Return the message that the server answers; as :meth:`_json`."""
+        """Make a request with :meth:`_json` and return the answer, which must be a message."""
         message = self._json(*args, **options)
         if not is_message(message):
-            raise RemoteError(f"{self.host} answered with something else than a message about a job: is it a server of nnsight?")
+            raise RemoteError(f"The answer of {self.host} is not a message about a job: is it a server of nnsight?")
         return message
 
-    def _json(
-        self, method: str, path: str, body: bytes = b"", content_type: str | None = None, once: bool = False
-    ) -> Any:
-        """Return the answer of the server; try again if it cannot be reached or is about to restart."""
+    def _json(self, method: str, path: str, body: bytes = b"", content_type: str | None = None, once: bool = False) -> Any:
+        """Make a request and return the JSON of the answer. Unless ``once``, retry while the server cannot be reached or restarts."""
         patience = _Patience(0.0 if once else self._patience, f"reach {self.host}")
         headers = {} if content_type is None else {"Content-Type": content_type}
         while True:
@@ -264,14 +249,13 @@ class Client:
                 with _bar("Uploading", len(body)) as bar:
                     data = CallbackIOWrapper(bar.update, io.BytesIO(body)) if body else None
                     return self._http(method, path, data=data, headers=headers).json()
-            except LostError as error:
+            except RetryableError as error:
                 patience.wait(error)
             except ValueError:
-                message = f"{self.host}{path} answered with something else than JSON: is it a server of nnsight?"
-                raise RemoteError(message) from None
+                raise RemoteError(f"The answer of {self.host}{path} is not JSON: is it a server of nnsight?") from None
 
     def _http(self, method: str, path: str, headers: dict[str, str], **options: Any) -> requests.Response:
-        """Make a request and return the answer; raise a :class:`LostError` if another attempt may succeed."""
+        """Make a request and return the answer. Raises a :class:`RetryableError` if another attempt may succeed."""
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
         timeout = (min(10.0, self._timeout), self._timeout)
@@ -279,9 +263,9 @@ class Client:
         try:
             answer: requests.Response = self._local.session.request(method, self.host + path, **options)
         except requests.RequestException as error:
-            raise LostError(str(error)) from error
+            raise RetryableError(str(error)) from error
         if not {"content-length", "transfer-encoding"} & {name.lower() for name in answer.headers}:
-            raise LostError("the connection ended within the headers of the answer")
+            raise RetryableError("the connection ended within the headers of the answer")
         if answer.ok and not answer.is_redirect:
             return answer
         raise refusal(self.host, answer.status_code, detail_of(answer))
@@ -296,7 +280,7 @@ class Client:
     # -- WebSockets --------------------------------------------------------------------------------------------------
 
     def _open(self, query: str = "") -> Socket:
-        """Return a new socket, for the one job of ``query`` if there is one; raise a :class:`LostError` if another attempt may succeed."""
+        """Open a socket, for one job if ``query`` names it. Raises a :class:`RetryableError` if another attempt may succeed."""
         try:
             manager = connect(
                 f"ws{self.host.removeprefix('http')}/subscribe?framing={FRAMING}{query}",
@@ -307,57 +291,57 @@ class Client:
                 compression=None,
                 user_agent_header=None,
             )
-            connection = manager.__enter__()  # closed by hand: some are kept for the next job
+            connection = manager.__enter__()  # not in a `with` statement, because it may be kept for the next job
         except InvalidStatus as error:
             if error.response.status_code in (401, 403, 404):
                 detail = text_of(bytes(error.response.body or b""))
                 raise refusal(self.host, error.response.status_code, detail) from None
-            raise LostError(str(error)) from error
+            raise RetryableError(str(error)) from error
         except (OSError, InvalidHandshake, EOFError) as error:  # a timeout is an OSError
-            raise LostError(str(error)) from error
+            raise RetryableError(str(error)) from error
         return Socket(self.host, connection, self._timeout, serves_many=not query)
 
-    def _kept(self) -> Socket | None:
-        """Return an idle socket."""
+    def _idle_socket(self) -> Socket | None:
+        """Return an idle socket that is still open, if there is one."""
         while True:
             with self._lock:
                 if not self._idle:
                     return None
                 since, socket = self._idle.pop()
-            if time.monotonic() - since < _IDLE and socket.usable:
+            if time.monotonic() - since < _IDLE_SECONDS and socket.usable:
                 return socket
             socket.close()
 
 
 class _Patience:
-    """Waits between attempts, longer each time, and gives up after ``seconds`` without success; ``goal`` is for the message."""
+    """Waits between attempts, longer each time, and gives up after ``seconds`` without success. ``goal`` completes the error message."""
 
     def __init__(self, seconds: float, goal: str) -> None:
         self._seconds, self._goal = seconds, goal
         self.renew()
 
     def renew(self) -> None:
-        """Start again, after a success."""
+        """Restart the clock, after a success."""
         self._until = time.monotonic() + self._seconds
         self._pause = 0.05
 
     def wait(self, error: Exception) -> None:
-        """Wait for the next attempt; raise a :class:`RemoteConnectionError` if the time is over."""
+        """Wait before the next attempt. Raises a :class:`RemoteConnectionError` if the time is over."""
         if time.monotonic() + self._pause > self._until:
             raise RemoteConnectionError(
-                f"It was not possible to {self._goal} within {self._seconds:g} seconds: {error}. Is the address right (CONFIG.API.HOST)? "
-                "A job that was submitted goes on: ask for it with `RemoteBackend(job_id=...)`."
+                f"Could not {self._goal} within {self._seconds:g} seconds: {error}. Check the address (CONFIG.API.HOST). "
+                "A job that was submitted continues: get its results later with `RemoteBackend(job_id=...)`."
             ) from error
         time.sleep(self._pause)
         self._pause = min(2 * self._pause, 5.0)
 
 
 def _bar(title: str, total: int, done: int = 0) -> Any:
-    """Return a progress bar; it is shown for long transfers only."""
+    """Return a progress bar, which is only visible for long transfers."""
     hidden = total < _LONG or not CONFIG.APP.REMOTE_LOGGING
     return tqdm(desc=title, total=total, initial=done, unit="B", unit_scale=True, leave=False, disable=hidden)
 
 
 def _envelope(model_key: str) -> dict[str, Any]:
-    """Return the envelope of a new job without a session."""
+    """Return the envelope of a new job that belongs to no WebSocket."""
     return {"model_key": model_key, "session_id": "", "compress": False, "env": {}, "nonce": str(uuid.uuid4())}

@@ -1,6 +1,6 @@
-"""Shows the status of a job that is waited for: one line that changes on a terminal, a line for each status elsewhere.
+"""Shows the status of a job while the client waits. On a terminal, one line is overwritten; elsewhere, each status gets a line.
 
-Statuses go to standard error, like progress bars. Messages ``LOG`` are prints of the user's block and go to standard output.
+Statuses go to standard error, like progress bars. ``LOG`` messages have text that the user's block prints, and go to standard output.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from ..protocol import JobStatus, Message
 
 
 class Progress:
-    """Shows the messages of one job; ``enabled`` is for its statuses, ``in_lines`` gives each a line on terminals, too."""
+    """Shows the messages of one job. Statuses are shown if ``enabled``; with ``in_lines``, each gets a line on terminals, too."""
 
     def __init__(self, enabled: bool = True, in_lines: bool = False) -> None:
         self._enabled, self._in_place = enabled, not in_lines and sys.stderr.isatty()
@@ -20,10 +20,8 @@ class Progress:
         self._width = 0
 
     def show(self, message: Message) -> None:
-        """Show a message."""
-        description = "".join(
-            character if character.isprintable() or character == "\n" else "?" for character in message["description"]
-        )
+        """Show a message. Control characters are replaced by question marks."""
+        description = "".join(character if character.isprintable() or character == "\n" else "?" for character in message["description"])
         if message["status"] == JobStatus.LOG.value:
             self.close()
             print(description)
@@ -40,7 +38,7 @@ class Progress:
         sys.stderr.flush()
 
     def close(self) -> None:
-        """End the line that changes."""
+        """End the line that is overwritten."""
         if self._width:
             sys.stderr.write("\n")
             self._width = 0

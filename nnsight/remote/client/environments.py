@@ -1,4 +1,4 @@
-"""Versions of Python and of packages, here and at a server."""
+"""Versions of Python and of packages, in this process and on a server."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any
 
 from .facts import ask, table
 
-#: Packages whose versions decide what a model computes and what a block can say.
+#: Packages whose versions determine the results of a model and the features of blocks.
 CRITICAL = ("nnsight", "torch", "transformers")
 
-_known: dict[str | None, dict[str, Any]] = {}  # what servers have said, by address
+_known: dict[str | None, dict[str, Any]] = {}  # environments of servers, by address
 
 
 def get_local_env() -> dict[str, Any]:
-    """Return ``python_version`` and ``packages``: versions by import name, ``"local"`` for modules of your own on ``sys.path``."""
+    """Return ``python_version`` and ``packages``: versions by import name, ``"local"`` for the user's own modules on ``sys.path``."""
     from ... import __version__
 
     paths = sysconfig.get_paths()
@@ -35,11 +35,11 @@ def get_local_env() -> dict[str, Any]:
 
 
 def get_remote_env(force_refresh: bool = False, *, host: str | None = None) -> dict[str, Any]:
-    """Return the same of the server, which is asked once unless ``force_refresh``.
+    """Return the environment of the server, as :func:`get_local_env`. The answer is cached; ``force_refresh`` asks again.
 
     Raises:
         RemoteConnectionError: If the server cannot be reached.
-        RemoteError: If it refuses to answer.
+        RemoteError: If the server refuses to answer.
     """
     from ...config import CONFIG
 
@@ -50,19 +50,19 @@ def get_remote_env(force_refresh: bool = False, *, host: str | None = None) -> d
 
 
 class EnvComparison:
-    """Versions here and at a server. Prints as a table.
+    """Comparison of the versions in this process and on a server. Prints as a table.
 
-    Programs are data, so versions may differ; they may explain different numbers.
+    Programs are data, so they run even if the versions differ. But different versions may explain different results.
 
     Attributes:
-        local: The environment here, as :func:`get_local_env` returns it.
-        remote: That of the server.
-        local_python: The version of Python here.
-        remote_python: The version of Python at the server.
-        python_matches: Whether they are the same.
+        local: The environment of this process, from :func:`get_local_env`.
+        remote: The environment of the server.
+        local_python: The version of Python in this process.
+        remote_python: The version of Python on the server.
+        python_matches: Whether the two versions of Python are equal.
         packages: For each package of the server ``{"local": version or None, "remote": version, "match": bool, "critical": bool}``.
         mismatches: The packages whose versions differ.
-        critical_mismatches: Those of them that are critical: nnsight, torch and transformers.
+        critical_mismatches: The entries of ``mismatches`` for nnsight, torch and transformers.
     """
 
     def __init__(self, local_env: Mapping[str, Any], remote_env: Mapping[str, Any]) -> None:
@@ -82,7 +82,7 @@ class EnvComparison:
 
 
 def build_table(local_env: Mapping[str, Any], remote_env: Mapping[str, Any]) -> str:
-    """Return an :class:`EnvComparison` as text, the critical packages first."""
+    """Return an :class:`EnvComparison` as a table, critical packages first."""
     compared = EnvComparison(local_env, remote_env)
     rows = [("python", compared.local_python, compared.remote_python, "" if compared.python_matches else "differs")]
     for name, package in compared.packages.items():
@@ -92,13 +92,13 @@ def build_table(local_env: Mapping[str, Any], remote_env: Mapping[str, Any]) -> 
 
 
 def compare(*, host: str | None = None) -> EnvComparison:
-    """Return the versions of Python and packages, here and at the server.
+    """Compare the versions of Python and packages in this process with those of the server.
 
     Args:
         host: Address of the server; by default ``CONFIG.API.HOST``.
 
     Raises:
         RemoteConnectionError: If the server cannot be reached.
-        RemoteError: If it refuses to answer.
+        RemoteError: If the server refuses to answer.
     """
     return EnvComparison(get_local_env(), get_remote_env(force_refresh=True, host=host))

@@ -1,4 +1,4 @@
-"""The errors of a client, which come from the server or from the way there."""
+"""Errors of a client: refusals of the server, and failures of the connection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class RemoteError(RuntimeError):
 
     Args:
         message: What happened.
-        code: Status code of HTTP, if the server gave one.
+        code: HTTP status code, if the server sent one.
     """
 
     def __init__(self, message: str, code: int | None = None) -> None:
@@ -17,15 +17,15 @@ class RemoteError(RuntimeError):
 
 
 class RemoteConnectionError(RemoteError, ConnectionError):
-    """A server cannot be reached. Its jobs go on."""
+    """A server cannot be reached. Submitted jobs continue there."""
 
 
-class LostError(Exception):
-    """An attempt failed, and another one may succeed."""
+class RetryableError(Exception):
+    """An attempt failed, but another attempt may succeed."""
 
 
-def refusal(host: str, code: int, detail: str) -> RemoteError | LostError:
-    """Return the error for an answer with this status code of HTTP."""
+def refusal(host: str, code: int, detail: str) -> RemoteError | RetryableError:
+    """Return the error for an answer with the HTTP status ``code``."""
     if code in (502, 503, 504):
-        return LostError(detail)
+        return RetryableError(detail)
     return RemoteError(f"{host} refused the request: {detail}", code)

@@ -14,26 +14,27 @@ from ..protocol import ModelKey
 from .errors import RemoteError
 from .facts import ask, table
 
-#: States from the best to the worst; others come behind these.
+#: States from the best to the worst. Other states are worse than these.
 _STATES = ("RUNNING", "DEPLOYING")
 
-_OF_A_MODEL = ("repo_id", "revision", "task", "trust_remote_code")
+#: Deployments with equal values of these fields are replicas of one model.
+_MODEL_FIELDS = ("repo_id", "revision", "task", "trust_remote_code")
 _FIELDS = ("model_class", "repo_id", "task", "trust_remote_code", "revision", "level", "state", "hot_replicas", "waiting")
 
 
 class NdifStatus(dict[str, dict[str, Any]]):
-    """The models that a server has, by repository; one that is there for several tasks is ``repository (task)``.
+    """The models of a server, by repository. A model that is deployed for several tasks has the keys ``repository (task)``.
 
-    Each is a dict with ``model_class``, ``repo_id``, ``task``, ``trust_remote_code``, ``revision``, ``level`` (``HOT`` or ``WARM``),
-    ``state``, ``hot_replicas`` and ``waiting``, the number of its waiting jobs. Replicas of a model are one entry, with the best of
-    their states. Prints as a table.
+    Each value is a dict with ``model_class``, ``repo_id``, ``task``, ``trust_remote_code``, ``revision``, ``level`` (``HOT`` or ``WARM``),
+    ``state``, ``hot_replicas`` and ``waiting``, the number of waiting jobs. The replicas of a model are one entry, with the best of their
+    states. Prints as a table.
 
     Args:
-        deployments: What the server says of each deployment, as ``status(raw=True)["deployments"]`` has it.
+        deployments: The deployments in the server's answer, ``status(raw=True)["deployments"]``.
     """
 
-    class Status(str, Enum):  # noqa: UP042 - prints as other statuses here do
-        """``UP`` if a model takes jobs, else ``REDEPLOYING`` if one is about to, else ``DOWN``."""
+    class Status(str, Enum):  # noqa: UP042 - keeps the `str` of the members, as for `JobStatus`
+        """``UP`` if a model accepts jobs; else ``REDEPLOYING`` if a model is being deployed; else ``DOWN``."""
 
         UP = "UP"
         REDEPLOYING = "REDEPLOYING"
@@ -46,22 +47,21 @@ class NdifStatus(dict[str, dict[str, Any]]):
         for deployment in given:
             if deployment.get("deployment_level") in ("HOT", "WARM"):
                 entry = _entry(deployment)
-                replicas.setdefault(tuple(entry[field] for field in _OF_A_MODEL), []).append(entry)
+                replicas.setdefault(tuple(entry[field] for field in _MODEL_FIELDS), []).append(entry)
         several = Counter(repo_id for repo_id, *_ in replicas)
-        for entry in map(_joined, replicas.values()):
+        for entry in map(_merged, replicas.values()):
             name = entry["repo_id"] if several[entry["repo_id"]] == 1 else f"{entry['repo_id']} ({entry['task']})"
-            if name in self:  # of the same task, but another revision
+            if name in self:  # the same task, but another revision
                 name = f"{entry['repo_id']} ({entry['task']}, {entry['revision']})"
             self[name] = entry
 
     @property
     def status(self) -> Status:
-        """Whether the server takes jobs for one of its models."""
+        """Whether the server accepts jobs for at least one of its models."""
         states = {entry["state"] for entry in self.values()}
         if "RUNNING" in states:
             return self.Status.UP
         return self.Status.REDEPLOYING if "DEPLOYING" in states else self.Status.DOWN
-
 
     def __repr__(self) -> str:
         rows = [[str(entry[field]) for field in _FIELDS] for entry in self.values()]
@@ -70,7 +70,7 @@ class NdifStatus(dict[str, dict[str, Any]]):
 
 
 def _entry(deployment: dict[str, Any]) -> dict[str, Any]:
-    """Return what a status shows of one deployment."""
+    """Return the entry of :class:`NdifStatus` for one deployment."""
     key = ModelKey.parse(deployment["model_key"])
     level, state = deployment["deployment_level"], deployment.get("application_state") or "NOT DEPLOYED"
     return {
@@ -86,15 +86,15 @@ def _entry(deployment: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _joined(replicas: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the entry of a model with these replicas."""
+def _merged(replicas: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge the entries of the replicas of a model."""
     best = min(replicas, key=lambda one: _STATES.index(one["state"]) if one["state"] in _STATES else len(_STATES))
     counts = {field: sum(one[field] for one in replicas) for field in ("hot_replicas", "waiting")}
     return {**best, **counts, "level": "HOT" if counts["hot_replicas"] else "WARM"}
 
 
 def status(raw: bool = False, *, host: str | None = None) -> Any:
-    """Return the models of the server; of one that cannot be reached, none, with the reason on standard error.
+    """Return the models of the server. If the server fails to answer, the result is empty, and the reason is printed to standard error.
 
     Args:
         raw: Return the answer of the server unchanged.
@@ -116,11 +116,11 @@ def status(raw: bool = False, *, host: str | None = None) -> Any:
     try:
         return NdifStatus(answer.get("deployments", {}))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RemoteError("The server lists models in a way that is not understood here; `status(raw=True)` has its answer.") from error
+        raise RemoteError("The server's list of models has an unknown format; `status(raw=True)` returns the answer itself.") from error
 
 
 def ndif_status(raw: bool = False, *, host: str | None = None) -> Any:
-    """Return :func:`status`, under an older name, which warns."""
+    """Deprecated name of :func:`status`; it warns."""
     warnings.warn("nnsight.ndif_status() is now nnsight.status().", NNsightDeprecationWarning, stacklevel=2)
     return status(raw, host=host)
 
@@ -133,13 +133,13 @@ def is_model_running(
     *,
     host: str | None = None,
 ) -> bool:
-    """Whether the server has the model and takes jobs for it; False if the server cannot be reached.
+    """Whether the server accepts jobs for the model. False if the server cannot be reached.
 
     Args:
         repo_id: Name of the repository.
         revision: Branch, tag or commit.
-        task: Only for this task; any by default.
-        trust_remote_code: Only with, or only without, code of the repository.
+        task: Task of the model; None for any task.
+        trust_remote_code: Whether code of the repository may run; None for both.
         host: Address of the server; by default ``CONFIG.API.HOST``.
     """
     wanted = {"repo_id": repo_id, "revision": revision, "task": task, "trust_remote_code": trust_remote_code}

@@ -1,4 +1,4 @@
-"""``remote=True``: the block of a trace runs on a server, see :class:`RemoteBackend`."""
+"""``remote=True``: run the block of a trace on a server, see :class:`RemoteBackend`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _lock = threading.Lock()
 
 
 def client_of(host: str | None = None, api_key: str | None = None) -> Client:
-    """Return the client of a server and a key; a process has one for each, which reuses connections."""
+    """Return the client for a server and a key. The process shares one client for each pair, so connections are reused."""
     chosen = address(host or CONFIG.API.HOST), api_key or CONFIG.API.KEY
     with _lock:
         if chosen not in _clients:
@@ -38,28 +38,27 @@ def client_of(host: str | None = None, api_key: str | None = None) -> Client:
 class RemoteBackend(ProgramBackend):
     """Runs the block of a trace on a server.
 
-    By default it waits: messages are shown as they come, and the results are bound before the ``with`` statement ends. With
-    ``blocking=False`` it has the id of the job: ``backend()`` polls, ``backend.wait()`` and ``await backend`` wait, and ``async for message
-    in backend`` yields messages. Any process with the same key can ask by id.
+    By default, the backend waits: it shows messages as they arrive, and binds the results before the ``with`` statement ends. With
+    ``blocking=False``, the statement ends once the job is submitted. Then ``backend()`` polls, ``backend.wait()`` and ``await backend``
+    wait, and ``async for message in backend`` yields messages. Any process with the same key can get the results by the id of the job.
 
     Args:
-        model_key: The model of the server: ``model.to_model_key()``, or the name of its repository. By default that of the
-            traced model.
+        model_key: The model on the server: ``model.to_model_key()``, or the name of its repository; by default the traced model.
         blocking: Wait for the results.
-        job_id: An earlier job. A block that is traced with this backend is not run; it gets the results of that job, so it has to
+        job_id: Id of an earlier job. A block that is traced with this backend does not run. It gets the results of that job, so it must
             be the block of that job.
         host: Address of the server; by default ``CONFIG.API.HOST``.
         api_key: The key; by default ``CONFIG.API.KEY``.
-        cuts: How many jobs may be sent for values that a block needs, see :class:`~nnsight.remote.client.backend.ProgramBackend`. They
-            are waited for, also with ``blocking=False``.
-        verbose: Show each status of a job that is waited for in a line, whatever ``CONFIG.APP.REMOTE_LOGGING`` says.
+        cuts: Maximum number of cuts, see :class:`~nnsight.remote.client.backend.ProgramBackend`. The backend waits for the jobs of cuts,
+            even with ``blocking=False``.
+        verbose: While waiting, print each status on a line of its own, regardless of ``CONFIG.APP.REMOTE_LOGGING``.
 
     Attributes:
-        job_id: Id of the latest job; ``None`` before there is one.
-        job_status: Its latest known status.
+        job_id: Id of the latest job; ``None`` before the first job.
+        job_status: Latest known status of that job.
 
     Raises:
-        ValueError: If ``job_id`` is no id, or ``host`` no address.
+        ValueError: If ``job_id`` is not the id of a job, or ``host`` is not an address.
 
     Example:
         >>> with model.trace("Hello", remote=True, blocking=False) as tracer:
@@ -92,23 +91,23 @@ class RemoteBackend(ProgramBackend):
     # -- a block ----------------------------------------------------------------------------------------------------
 
     def __call__(self, tracer: Tracer | None = None) -> Any:
-        """Run the block of ``tracer``; without a tracer, return the results of the job if it has any, else ``None``."""
+        """Run the block of ``tracer``. Without a tracer, return the results of the job if it has finished, else ``None``."""
         if tracer is None:
             return self._poll()
         if self.model_key is None:
             model = getattr(tracer, "_model", None)
             if model is None:
-                raise ValueError(f"{type(tracer).__name__}: this cannot run remotely without RemoteBackend(model_key=...).")
+                raise ValueError(f"{type(tracer).__name__} names no model for the server: use RemoteBackend(model_key=...).")
             self.model_key = model_key_of(model)
         results = super().__call__(tracer)
-        if results is None and tracer.scope is not None:  # the names of the block have no values yet
+        if results is None and tracer.scope is not None:  # no results so far: unbind the names that refer to fake tensors
             for cell in tracer.scope.cells.values():
                 if is_bound(cell) and isinstance(cell.cell_contents, FakeTensor):
                     del cell.cell_contents
         return results
 
     def submit(self, recorded: Recorded) -> Any:
-        """Run a recorded block, and wait for its results if the backend is a blocking one."""
+        """Run a recorded block. If ``blocking``, wait for its results."""
         self._recorded, self._results = recorded, None
         if self._attached:
             return self.wait() if self.blocking else self._poll()
@@ -120,9 +119,9 @@ class RemoteBackend(ProgramBackend):
         return None
 
     def send(self, payload: bytes) -> bytes:
-        """Run a payload, wait, and return its results; for the values that a block needs, also with ``blocking=False``."""
+        """Run a payload, wait, and return its results. Cuts call this even with ``blocking=False``."""
         if self._attached:
-            raise NotExpressibleError("A block that needs values cannot be given the results of an earlier job: trace without `job_id=`.")
+            raise NotExpressibleError("A block that needs values cannot use the results of an earlier job: trace without `job_id=`.")
         assert self.model_key is not None
         self._forget()
         return self._follow(self._client.run(payload, self.model_key))[1]
@@ -133,7 +132,7 @@ class RemoteBackend(ProgramBackend):
         self.job_id, self.job_status, self._seen = None, None, 0
 
     def wait(self) -> dict[str, Any]:
-        """Wait for the job and return its results: ``id`` and the saved names.
+        """Wait for the job and return its results: the saved values by name, and the ``id`` of the job.
 
         Raises:
             InvalidProgramError: If the server refused the program.
@@ -141,12 +140,12 @@ class RemoteBackend(ProgramBackend):
             RemoteError: If the job failed for another reason, or does not exist.
             ValueError: If there is no job.
         """
-        ended = self.job_status is not None and self.job_status.finished  # so there are no more messages
+        ended = self.job_status is not None and self.job_status.finished  # then there are no more messages to follow
         results = self._poll() if ended else self._results
         return results or self._finish(self._client.follow(self._id(), self._seen))
 
     def cancel(self) -> None:
-        """End the job, if it has not ended; waiting for it raises a :class:`RemoteError` then.
+        """End the job, unless it has finished. After that, :meth:`wait` raises a :class:`RemoteError`.
 
         Raises:
             RemoteError: If there is no such job.
@@ -155,36 +154,36 @@ class RemoteBackend(ProgramBackend):
         self._note(self._client.cancel(self._id()))
 
     def __await__(self) -> Generator[Any, None, dict[str, Any]]:
-        """Wait for the job without blocking the event loop; as :meth:`wait`."""
+        """Do the same as :meth:`wait`, without blocking the event loop."""
         return asyncio.to_thread(self.wait).__await__()
 
     async def __aiter__(self) -> AsyncIterator[Message]:
-        """Yield the messages of the job up to the one that finishes it; then :meth:`wait` returns the results."""
+        """Yield the messages of the job, up to the message that finishes it. After that, :meth:`wait` returns the results at once."""
         messages = self._client.follow(self._id(), 0)
         try:
             while (found := await asyncio.to_thread(next, messages, None)) is not None:
                 self._note(found[0])
                 yield found[0]
         finally:
-            with contextlib.suppress(ValueError):  # cancelled while a thread waits for the next message
+            with contextlib.suppress(ValueError):  # the task was cancelled while a thread still runs the generator
                 messages.close()  # type: ignore[attr-defined]
 
     def _poll(self) -> dict[str, Any] | None:
-        """Return the results if there are any; raises as :meth:`wait`."""
+        """Return the results if the job has finished, else ``None``. Raises the errors of :meth:`wait`."""
         if self._results is not None:
             return self._results
         message = self._client.latest(self._id())
         if message is None:
-            raise RemoteError(f"{self._client.host} has no job {self.job_id} for this key. Results are kept for a while only.", 404)
+            raise RemoteError(f"{self._client.host} has no job {self.job_id} for this key. A server keeps results only for a while.", 404)
         self._note(message)
         return self._end(message, self._result_of(message)) if JobStatus(message["status"]).finished else None
 
     def _finish(self, messages: Iterator[tuple[Message, bytes | None]]) -> dict[str, Any]:
-        """Show messages until the last, bind the results and return them."""
+        """Show the messages up to the last one, bind the results and return them."""
         return self._end(*self._follow(messages))
 
     def _follow(self, messages: Iterator[tuple[Message, bytes | None]]) -> tuple[Message, bytes]:
-        """Show messages until the last; return it, and the results."""
+        """Show the messages up to the last one. Returns the last message and the results."""
         with contextlib.closing(Progress(self._verbose or CONFIG.APP.REMOTE_LOGGING, self._verbose)) as progress:
             try:
                 for message, result in messages:
@@ -195,12 +194,12 @@ class RemoteBackend(ProgramBackend):
             except KeyboardInterrupt as interrupt:
                 if self.job_id is not None:
                     backend = f"RemoteBackend(job_id={self.job_id!r})"
-                    interrupt.add_note(f"The job goes on. Ask for it with `{backend}`, or end it with its `.cancel()`.")
+                    interrupt.add_note(f"The job continues. Get its results with `{backend}.wait()`, or end it with `{backend}.cancel()`.")
                 raise
-        raise AssertionError("messages end with one that finishes the job")
+        raise AssertionError("the last message finishes the job")
 
     def _result_of(self, message: Message, result: bytes | None = None) -> bytes:
-        """Return the results of a job that has finished, which may have come with its last message; raise its error."""
+        """Return the results of a finished job: ``result`` if they came with the last message, else by download. Raises the job's error."""
         if message["status"] == JobStatus.ERROR.value:
             raise error_of(message)
         return self._client.result(message["id"]) if result is None else result
@@ -220,7 +219,7 @@ class RemoteBackend(ProgramBackend):
 
     def _id(self) -> str:
         if self.job_id is None:
-            raise ValueError("This backend has no job yet. Trace a model with it, or make one with `RemoteBackend(job_id=...)`.")
+            raise ValueError("This backend has no job so far. Trace a model with it, or attach a job with `RemoteBackend(job_id=...)`.")
         return self.job_id
 
 
@@ -229,25 +228,25 @@ def backend_for(model: Any, remote: bool | str, backend: Backend | None, blockin
 
     Args:
         model: The model of the trace.
-        remote: ``True`` for the server of ``CONFIG.API.HOST``, the address of another, ``"local"`` for this process, ``"program"``
-            to record and run nothing.
-        backend: A backend that was given as well.
+        remote: ``True`` for the server of ``CONFIG.API.HOST``, the address of another server, ``"local"`` for this process, ``"program"``
+            to record the block and run nothing.
+        backend: The argument ``backend=`` of the trace; must be None.
         blocking: Whether to wait for the results.
         **options: ``job_id`` and ``verbose`` of :class:`RemoteBackend`; both need a server.
 
     Raises:
-        TypeError: If ``remote`` is something else.
-        ValueError: If both are given, ``remote`` is no address, or the model is none that servers know by name.
+        TypeError: If ``remote`` has another type.
+        ValueError: If ``backend`` is given, if ``remote`` is not an address, or if the model was not loaded by name.
     """
     if not isinstance(remote, (bool, str)):
-        raise TypeError(f"remote= is True, 'local' or the address of a server, not {type(remote).__name__}.")
+        raise TypeError(f"remote= must be True, 'local', 'program' or the address of a server; got {type(remote).__name__}.")
     if backend is not None:
         raise ValueError("Give `remote=` or `backend=`, not both.")
     if options.get("job_id") is not None and remote in ("local", "program"):
-        raise ValueError(f"job_id= is for jobs of a server, and remote={remote!r} makes none.")
+        raise ValueError(f"job_id= names a job of a server, but remote={remote!r} uses no server.")
     if remote == "local":
         if not blocking:
-            raise ValueError("remote='local' runs in this process, at once: leave out blocking=False.")
+            raise ValueError("remote='local' runs the block in this process at once: leave out blocking=False.")
         return LocalBackend(model)
     if remote == "program":
         return RecordingBackend()

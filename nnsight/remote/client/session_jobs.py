@@ -1,8 +1,8 @@
 """A session as one job: the runs of all its traces. Values go from trace to trace without leaving the server.
 
-The block of a session is Python that runs here, once. Each trace in it is recorded as a run of one job. Values that it read are
-fakes in the variables of the session; a later trace that uses one refers to a node of the earlier run. The values that the session saved
-come back when all runs have ended. Python between the traces that needs one gets it from a job of the runs so far.
+The block of the session runs in this process, once, and each trace in it is recorded as a run of the job. Values that a trace read are fake
+tensors in the variables of the session. A later trace that uses such a value refers to a node of the earlier run. The values that the
+session saves arrive when all runs have ended. If Python between the traces needs a value, a cut sends a job of the runs so far.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ...tracing import Backend
 from ...tracing.saving import saves
 
 
-class _Part(Backend):
-    """Records a trace of a session."""
+class _TraceBackend(Backend):
+    """Records each trace of a session."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -37,13 +37,16 @@ class _Part(Backend):
     def __call__(self, tracer: Any) -> None:
         root = tracer._modules.root
         if self._root is not None and self._root is not root:
-            raise refused("This session has traces of two models; a job runs one. Use a session for each.")
+            raise refused("This session has traces of two models, but a job runs one model. Use a session for each model.")
         self._root = root
         self._recorder.run_trace(tracer, super().__call__(tracer))
 
 
-class _Between(TorchFunctionMode):
-    """Computes with values of the model between the traces of a session, here; values that were saved come along with the first."""
+class _BetweenTraces(TorchFunctionMode):
+    """Handles torch calls on values of the model between the traces of a session.
+
+    A cut gets the real values, and the call runs in this process. The first cut also fetches the values that the session has saved.
+    """
 
     def __init__(self, recorder: Recorder, tracer: Any) -> None:
         super().__init__()
@@ -58,33 +61,29 @@ class _Between(TorchFunctionMode):
             return function(*args, **(kwargs or {}))
         edits = edits_in_place(function) and isinstance(known[0], FakeTensor)
         refusal = (
-            "Values of the model are not there between the traces of a session. Compute with them, edit them and differentiate in the "
-            "block of a trace."
+            "Between the traces of a session, the values of the model are not available. Compute, edit and differentiate in the block "
+            "of a trace."
         )
         if function in ABOUT_GRADIENTS or name in ABOUT_BACKWARD or edits or not self._recorder.runs:
             raise refused(refusal)
         return self._recorder.cuts.call(name, function, args, kwargs or {}, refusal, self._saved())
 
     def _saved(self) -> list[torch.Tensor]:
-        """Return the fakes of values that the session has saved."""
+        """Return the fake tensors of the values that the session has saved."""
         marked = saves.get() or {}
         kept = [value for _, value in self._tracer.scope.items() if id(value) in marked]
         return [leaf for leaf in pytree.tree_leaves(kept) if isinstance(leaf, FakeTensor) and leaf in self._recorder._refs]
 
 
-def record_session(
-    tracer: Any, function: Callable[[], None], send: Callable[[bytes], bytes] | None = None, cuts: int = 0
-) -> Recorded:
-    """Run the block of a session, with its traces on fakes, and return all of them as one job; see :func:`record`."""
+def record_session(tracer: Any, function: Callable[[], None], send: Callable[[bytes], bytes] | None = None, cuts: int = 0) -> Recorded:
+    """Run the block of a session with its traces on fake tensors, and return the traces as one job; see :func:`record`."""
     recorder = Recorder(send=send, cuts=cuts)
-    token = session_backend.set(_Part(recorder))
+    token = session_backend.set(_TraceBackend(recorder))
     try:
-        with whole_lists, _Between(recorder, tracer):
+        with whole_lists, _BetweenTraces(recorder, tracer):
             tracer.execute(function)
     finally:
         session_backend.reset(token)
     if not recorder.runs:
-        raise NotExpressibleError(
-            "The session has no trace in it, so there is nothing to run. Trace the model in its block."
-        )
+        raise NotExpressibleError("The session contains no trace, so there is nothing to run. Trace the model in its block.")
     return recorder.finished(tracer)

@@ -1,1 +1,1 @@
-"""Completions and chats in OpenAI's form, from a model of this process, which may be compiled, edited and steered request by request."""
+"""OpenAI's interface for completions and chats, with a local model that may be compiled, edited, and steered per request."""

@@ -1,8 +1,8 @@
-"""Generates answers in one running batch, which they join and leave at any step, each steered in its own way.
+"""Generates answers in one running batch. Answers join and leave the batch at any step, and each has its own steering.
 
-One thread generates. A new answer is computed alone up to its first token, then it joins: from there on each call of the model makes one
-token for each answer (:mod:`.joined` has their keys and values). Between two such steps one answer joins at most, so those that run
-wait for one prompt, not for all. When none is left, the memory is released.
+One thread generates. A new answer is computed alone up to its first token, and then it joins the batch. From there on, each call of the
+model generates one token for each answer (:mod:`.joined` keeps their keys and values). At most one answer joins between two such steps,
+so running answers wait for one prompt, not for all. After the last answer, the memory is released.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from .steered import ServedModel
 
 _log = logging.getLogger("nnsight.remote.server")
 
-#: What models call their cache, as an argument and in what they return.
+#: Names of the cache in the arguments and outputs of models.
 _CACHES = ("past_key_values", "cache", "cache_params")
 
-#: How far apart logits are, in parts of their norm, that are not of the same text. Rounding in half precision is some percent, and more
-#: where it chooses experts.
+#: Relative difference from which on two logits count as logits of different texts. Rounding in half precision causes some percent, and more
+#: if it changes the choice of experts.
 _FAR = 0.4
 
 
 class Generator:
-    """Answers for one model, which belongs to this process.
+    """Generates answers with one model of this process.
 
-    ``at`` is the path of its layers, ``most`` the rows of a batch, and ``longest`` how many positions a row may have.
+    ``at`` is the path of the model's layers, ``most`` the maximum number of rows, and ``longest`` the maximum number of positions of a row.
 
     Raises:
-        ValueError: If answers of the model cannot share a batch that they join at different steps.
+        ValueError: If answers of the model cannot join a batch at different steps.
     """
 
     def __init__(self, model: LanguageModel, at: str, most: int, longest: int) -> None:
@@ -46,7 +46,7 @@ class Generator:
         self._served, self._most, self._longest = ServedModel(model, at), most, longest
         self._takes = inspect.signature(self._module.forward).parameters.keys()
         self._cache_name = next((name for name in _CACHES if name in self._takes), "")
-        self._sees_all = getattr(self._module, "_can_compile_fullgraph", False)  # whether it works with caches of a fixed size
+        self._sees_all = getattr(self._module, "_can_compile_fullgraph", False)  # whether the model accepts a cache of a fixed size
         self._check(model._compile_by_default)
         self._joined: JoinedCache | None = None
         self._waiting: queue.Queue[Completion] = queue.Queue()
@@ -54,16 +54,16 @@ class Generator:
         self._thread.start()
 
     def submit(self, answer: Completion) -> None:
-        """Let an answer be generated."""
+        """Add an answer to the queue of the generating thread."""
         self._waiting.put(answer)
 
     @torch.no_grad()
     def _check(self, compiled: bool) -> None:
-        """Raise a ``ValueError`` if the model does not compute in a joined cache what it computes alone: see it for two short texts."""
+        """Compare the logits of two short texts in a joined cache with those of each alone. Raises a ``ValueError`` if they differ."""
         texts, joined = [[1, 2, 3, 4, 5, 6], [6, 5, 1]], None
         try:
             if getattr(self._module.config, "is_encoder_decoder", False) or not self._cache_name or not hasattr(self._module, "generate"):
-                raise ValueError("it is no decoder that generates with a cache")
+                raise ValueError("it is not a decoder that generates with a cache")
             for text in texts:
                 alone = self._call(self._module, [text[:-1]], [0], torch.ones(1, len(text) - 1)).get(self._cache_name)
                 joined = joined or JoinedCache(alone, 2, self._longest, self._sees_all)
@@ -75,15 +75,15 @@ class Generator:
             found = self._call(self._module, [text[-1:] for text in texts], joined.lengths, joined.mask, joined.cache).logits[:, -1]
             due = torch.stack([self._call(self._module, [text], [0], torch.ones(1, len(text))).logits[0, -1] for text in texts])
             if not (found - due).float().norm() < _FAR * (due - due.mean()).float().norm():
-                raise ValueError("it computes something else if the cache of a text is padded")
-        except Exception as error:  # whatever the model raises
+                raise ValueError("its logits change if the cache of a text is padded")
+        except Exception as error:  # the model may raise any error
             raise ValueError(
-                f"{type(self._module).__name__} cannot be served with --openai: {error}. What is served is decoders whose caches have keys "
-                "and values, or states of convolutions and linear attention, for each layer. Without --openai, programs are served."
+                f"{type(self._module).__name__} cannot be served with --openai: {error}. This option needs a decoder whose cache has, for "
+                "each layer, keys and values, or states of convolutions or linear attention. Without --openai, programs can be served."
             ) from error
 
     def _call(self, model: Any, ids: Sequence[Sequence[int]], positions: Sequence[int], mask: Any, cache: Any = None) -> Any:
-        """Call a model with ``ids``, ``[rows][tokens]``, whose first ones are at ``positions``."""
+        """Call a model with token ids, ``[rows][tokens]``. ``positions`` are the positions of the first token of each row."""
         tokens = torch.tensor(ids)
         places = torch.tensor(positions)[:, None] + torch.arange(tokens.shape[1])
         given: dict[str, Any] = {"input_ids": tokens, "position_ids": places, "attention_mask": None if mask is None else mask.long()}
@@ -105,7 +105,7 @@ class Generator:
 
     @torch.no_grad()
     def _admit(self) -> None:
-        """Let one answer join if there is room; wait for it if there is no other."""
+        """Add one waiting answer to the batch, if there is room. If the batch is empty, wait for an answer."""
         joined = self._joined
         if joined is not None and sum(answer is not None for answer in joined.answers) == self._most:
             return
@@ -134,7 +134,7 @@ class Generator:
 
     @torch.no_grad()
     def _step(self) -> None:
-        """Make one token for each answer."""
+        """Generate one token for each answer, and remove the answers that are over."""
         joined = self._joined
         if joined is None:
             return
@@ -152,7 +152,7 @@ class Generator:
         self._choose(joined.answers, output.logits)
 
     def _choose(self, answers: Sequence[Completion | None], logits: torch.Tensor) -> None:
-        """Add a token to each answer, from ``logits``, ``[rows, tokens, vocabulary]``."""
+        """Choose the next token of each answer from ``logits``, ``[rows, tokens, vocabulary]``, and add it to the answer."""
         scores = logits[:, -1].to(torch.float32, copy=True)
         for row, answer in enumerate(answers):
             if answer is not None and not answer.takes_likeliest:
@@ -166,7 +166,7 @@ class Generator:
 
 @contextlib.contextmanager
 def _failing_alone(answer: Completion) -> Iterator[None]:
-    """Let an error be that of one answer."""
+    """Let an error in the context end ``answer`` only, and not the whole batch."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""One answer while it is made: its tokens, its text so far, and why it ended."""
+"""One answer during its generation: its tokens, its text so far, and the reason of its end."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from .requests import Body
 
 
 class Logprob(NamedTuple):
-    """A token with the logarithm of its probability, the likeliest tokens with theirs, and where it begins in the text."""
+    """The log probability of a token."""
 
-    text: str
-    value: float
-    likely: list[tuple[str, float]]
-    offset: int
+    text: str  # text of the token
+    value: float  # natural logarithm of its probability
+    likely: list[tuple[str, float]]  # the likeliest tokens, with their log probabilities
+    offset: int  # position of the token in the text of the answer
 
 
 class Completion:
-    """An answer to one prompt. The thread that generates adds tokens to it, and calls ``tell`` when its text grows or it ends.
+    """An answer to one prompt. The generating thread adds tokens, and ``tell`` is called when the text grows and at the end.
 
     Attributes:
         prompt: Token ids of the prompt.
-        additions: How it is steered, by layer.
+        additions: The steering, by layer.
         start: First position that is steered.
-        tokens: Ids made so far, without that of an end.
-        logprobs: What is told of each of them, if that is asked for.
-        text: What may be shown of the text so far.
-        reason: ``"stop"`` or ``"length"`` once it has ended, ``"cancelled"`` if nobody wants it any more.
-        error: What went wrong, if it has ended so.
+        tokens: Ids of the tokens so far, without the end token.
+        logprobs: Log probabilities of these tokens, if the request asks for them.
+        text: The text so far, without an end that could still change or become part of a stop text.
+        reason: ``"stop"`` or ``"length"`` at the end; ``"cancelled"`` if the client is gone.
+        error: The error that ended the answer, if there is one.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Completion:
         self._processors: Any = ()
 
     def prepare(self, module: Any) -> None:
-        """Take from a model of transformers which tokens end a text, and what its ``generation_config`` asks for besides sampling."""
+        """Read the end tokens and the logits processors from the ``generation_config`` of a model of transformers."""
         ends = module.generation_config.eos_token_id
         self._ends = frozenset([ends] if isinstance(ends, int) else ends or [])
-        # As `generate` does it: there is no public way to the processors of a configuration.
+        # The same calls as in `generate`: transformers has no public function for the processors of a configuration.
         length = len(self.prompt)
         options = {"do_sample": False, "num_beams": 1, "max_length": length + self.sampling.max_tokens}
         config = module._prepare_generation_config(None, **options)[0]
@@ -70,25 +70,25 @@ class Completion:
 
     @property
     def takes_likeliest(self) -> bool:
-        """Whether its token is that of the largest logit, as the model gives them."""
+        """Whether the next token is the argmax of the model's unchanged logits."""
         sampling = self.sampling
         changes = bool(self._processors or sampling.presence_penalty or sampling.frequency_penalty or sampling.logit_bias)
         return self.is_over or (sampling.is_greedy and not changes)
 
     @property
     def is_over(self) -> bool:
-        """Whether it gets no more tokens."""
+        """Whether the answer gets no more tokens."""
         return self.reason is not None or self.error is not None
 
     def add(self, token: int, logits: torch.Tensor) -> None:
-        """Add a token that was chosen from ``logits``, ``[vocabulary]``, those of the model; do nothing if it is over."""
+        """Add a token. ``logits``, ``[vocabulary]``, are those of the model. Does nothing if the answer is over."""
         if self.is_over:
             return
         if token in self._ends:
             self._end("stop")
             return
         if self.sampling.likely is not None:
-            self._note(token, logits.float().log_softmax(-1).clamp_min(-9999.0), self.sampling.likely)  # JSON has no infinity
+            self._add_logprob(token, logits.float().log_softmax(-1).clamp_min(-9999.0), self.sampling.likely)  # JSON has no infinity
         self.tokens.append(token)
         text = self._tokenizer.decode(self.tokens, skip_special_tokens=True)
         found = [place for place in (text.find(stop) for stop in self.sampling.stop) if place >= 0]
@@ -97,7 +97,7 @@ class Completion:
             self._end("stop", whole=False)
         elif len(self.tokens) >= self.sampling.max_tokens:
             self._end("length")
-        else:  # the end may be part of a character, or of a text to stop at
+        else:  # the end of the text may be part of a character or of a stop text, so it is held back
             held = max((len(stop) - 1 for stop in self.sampling.stop), default=0)
             shown = text.rstrip("\ufffd") if text.endswith("\ufffd") else text
             shown = shown[: len(shown) - held] if held else shown
@@ -105,19 +105,19 @@ class Completion:
                 self.text = shown
                 self._tell()
 
-    def _note(self, token: int, logs: torch.Tensor, count: int) -> None:
+    def _add_logprob(self, token: int, logs: torch.Tensor, count: int) -> None:
         likely = zip(*(found.tolist() for found in logs.topk(min(count, len(logs)))), strict=True)
         beside = [(self._tokenizer.decode([other]), value) for value, other in likely]
         offset = self.logprobs[-1].offset + len(self.logprobs[-1].text) if self.logprobs else 0
         self.logprobs.append(Logprob(self._tokenizer.decode([token]), logs[token].item(), beside, offset))
 
     def cancel(self) -> None:
-        """End it, because nobody wants it any more."""
+        """End the answer, because the client is gone."""
         if not self.is_over:
             self.reason = "cancelled"
 
     def fail(self, error: Exception) -> None:
-        """End it with an error."""
+        """End the answer with an error."""
         if not self.is_over:
             self.error = error
             self._tell()
@@ -129,10 +129,10 @@ class Completion:
         self._tell()
 
     def chosen(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return logits, float32 ``[vocabulary]``, whose largest one is the token that is drawn.
+        """Return changed logits whose argmax is the sampled token. ``logits`` and the result are float32 ``[vocabulary]``.
 
-        Noise from the Gumbel distribution is added: the largest sum is then distributed as a draw from the softmax, whatever else is in the
-        batch (Gumbel 1954; https://arxiv.org/abs/1611.01144).
+        Sampling adds noise from the Gumbel distribution: then the argmax is distributed like a draw from the softmax (Gumbel 1954;
+        https://arxiv.org/abs/1611.01144). So each answer has its own random numbers, independent of the rest of the batch.
         """
         sampling = self.sampling
         if self._processors:

@@ -1,18 +1,20 @@
-"""The key-value cache of a running batch, which answers join and leave at any step.
+"""The key-value cache of a running batch. Answers join and leave the batch at any step.
 
-All rows end at the same slot, and shorter ones begin later::
+All rows end at the same slot, and shorter rows begin later::
 
-    slot    0 1 2 3 4 5 6 7      `end` is 5: the next token of each row goes there
+    slot    0 1 2 3 4 5 6 7      `end` is 5: the slot of the next token of each row
     row 0   a a a a a . . .      5 positions
     row 1   - - - b b . . .      2 positions
     row 2   - - - - - . . .      free
 
-An attention mask hides slots without a token. Two tokens of a row are as far from each other in slots as in positions, so sliding windows
-and biases by distance are right; positions are counted for each row. An answer that joins has been computed alone, and its cache of one row
-is copied. If it is too long for that, or no slot is left, the rows are laid out anew: they end where the longest of them does. The numbers
-of rows and of slots are powers of two, as far as the limits allow, so a compiled model meets few sizes.
+An attention mask hides slots without a token. The distance of two tokens is the same in slots and in positions, so sliding windows and
+biases by distance are correct. Positions are counted for each row.
 
-Layers that keep a state of each row instead of keys and values (convolutions, linear attention) are copied row by row.
+The prompt of a new answer is computed alone, and its cache of one row is copied to a free row. If the prompt is longer than ``end``, or if
+there is no free slot, the rows are laid out again, so that they end where the longest of them ends. The numbers of rows and slots are
+powers of two, as far as the limits allow. So a compiled model meets few sizes.
+
+Layers with a state for each row instead of keys and values (convolutions, linear attention) are copied row by row.
 """
 
 from __future__ import annotations
@@ -27,30 +29,31 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicS
 
 from ...fx.torch_compat import mark_static_address
 
-#: Fewest slots.
+#: Minimum number of slots.
 LEAST = 64
 
-#: Layers with states of rows, and layers that use the keys of others. Not all versions of transformers have them.
+#: Layers with states of rows, and layers that use the keys of other layers. Not all versions of transformers have them.
 _STATES = tuple(getattr(cache_utils, name) for name in ("LinearAttentionLayer", "DummyLayer") if hasattr(cache_utils, name))
 
 
 class JoinedCache:
-    """The cache of several answers: at most ``most``, with at most ``longest`` positions each.
+    """The cache of at most ``most`` answers, with at most ``longest`` positions each.
 
     Attributes:
-        answers: The answer of each row, ``None`` where it is free.
-        lengths: How many positions each row has; 0 where it is free.
+        answers: The answer of each row; ``None`` for a free row.
+        lengths: The number of positions of each row; 0 for a free row.
         end: The slot of the next tokens.
-        cache: What the model is called with.
+        cache: The cache object that is passed to the model.
     """
 
     def __init__(self, alone: Any, most: int, longest: int, sees_all: bool) -> None:
-        """Make one without rows for caches like ``alone``; raise ``ValueError`` if such caches cannot be joined.
+        """Create a cache without rows, for answers whose own caches are like ``alone``.
 
-        ``sees_all`` says whether the model gets all slots in each call, which compiled models need, or those that are used.
+        ``sees_all`` says whether the model gets all slots in each call, as compiled models need, or only the slots up to ``end``. Raises a
+        ``ValueError`` if such caches cannot be joined.
         """
         if type(alone) is not DynamicCache:
-            raise ValueError(f"its cache is of the kind {type(alone).__name__}")
+            raise ValueError(f"its cache is of type {type(alone).__name__}")
         kind = StaticLayer if sees_all else _UsedSlots
         self.cache = Cache(layers=[_emptied(layer, kind) for layer in alone.layers])
         self._sees_all = sees_all
@@ -63,7 +66,7 @@ class JoinedCache:
         self._has_slots = bool(found)
 
     def add(self, answer: Any, alone: Any, length: int) -> None:
-        """Let an answer join, whose first ``length`` positions have been computed into the cache ``alone``."""
+        """Add an answer whose first ``length`` positions are in its own cache ``alone``."""
         rows = len(self.answers)
         if None not in self.answers:
             self._lay(min(max(2 * rows, 1), self._most), length)
@@ -73,8 +76,8 @@ class JoinedCache:
         for (holder, name, has_slots), (found, _, _) in zip(_tensors(self.cache.layers), _tensors(alone.layers), strict=True):
             target, source = holder[name][row], found[name][0]
             if has_slots:
-                target.zero_()  # a NaN that the answer before left would pass the mask
-                target[:, self.end - source.shape[1] : self.end] = source  # with sliding windows there are the last positions only
+                target.zero_()  # the mask does not stop a NaN of the previous answer
+                target[:, self.end - source.shape[1] : self.end] = source  # layers with a sliding window keep only the last positions
             else:
                 target.copy_(source)
         self._mask[row] = 0
@@ -83,7 +86,7 @@ class JoinedCache:
 
     @property
     def mask(self) -> torch.Tensor | None:
-        """Where the rows have tokens, int64 ``[rows, slots]``; ``None`` if the model has no keys, and so no use for it."""
+        """1 where a row has a token, else 0: int64 ``[rows, slots]``. ``None`` if no layer has keys."""
         if not self._has_slots:
             return None
         return self._mask if self._sees_all else self._mask[:, : self.end + 1]
@@ -93,23 +96,23 @@ class JoinedCache:
         self.answers[row], self.lengths[row] = None, 0
 
     def make_room(self) -> None:
-        """Have a slot for the next token of each row, of which there is one at least, and no more rows than are worth it."""
+        """Ensure that there is a slot for the next token of each row, and drop rows if most are free. At least one row must be in use."""
         rows, used = len(self.answers), sum(answer is not None for answer in self.answers)
         if 4 * used <= rows:
             self._lay(1 << (used - 1).bit_length(), 0)
         elif self.end == self._mask.shape[1]:
             self._lay(rows, 0)
-        self._mask[:, self.end] = 1  # in free rows as well: no row may be masked entirely
+        self._mask[:, self.end] = 1  # in free rows, too: the softmax of a fully masked row is undefined
         for layer in self.cache.layers if not self._sees_all else ():
             layer.used = self.end + 1
 
     def advance(self) -> None:
-        """Count the tokens that the model has been called with."""
+        """Count the slot that the model has filled in a call."""
         self.end += 1
         self.lengths = [length and length + 1 for length in self.lengths]
 
     def _lay(self, rows: int, length: int) -> None:
-        """Lay the rows out anew: ``rows`` of them, with room for one of ``length`` positions."""
+        """Lay out the cache again with ``rows`` rows, such that a row of ``length`` positions fits."""
         taken = [row for row, answer in enumerate(self.answers) if answer is not None]
         end, start = max([length, *self.lengths]), self.end
         slots = min(max(1 << end.bit_length(), LEAST), self._longest)
@@ -119,7 +122,7 @@ class JoinedCache:
             size = list(old.shape)
             size[0], size[dim or 0] = rows, rows if dim is None else slots
             found = (old if dim is None else old.narrow(dim, start - kept, kept))[taken]
-            new = old.zero_() if list(old.shape) == size else old.new_zeros(size)  # the address stays if it can
+            new = old.zero_() if list(old.shape) == size else old.new_zeros(size)  # keeps the address if possible, for CUDA graphs
             (new if dim is None else new.narrow(dim, end - kept, kept))[: len(taken)] = found
             mark_static_address(new)
             return new
@@ -137,7 +140,7 @@ class JoinedCache:
 
 
 class _UsedSlots(StaticLayer):  # type: ignore[misc]
-    """A layer of which the model sees what is used: some take the number of slots for the number of tokens."""
+    """A layer that shows the model only its used slots, because some models take the number of slots for the number of tokens."""
 
     is_compileable = False
     used = 0
@@ -151,14 +154,14 @@ class _UsedSlots(StaticLayer):  # type: ignore[misc]
 
 
 def _emptied(layer: Any, kind: type[StaticLayer]) -> Any:
-    """Return a layer without rows for what ``layer`` of a prompt's cache has; ``kind`` is that of layers with keys."""
+    """Return a layer without rows for the data of ``layer``, from a prompt's cache. ``kind`` is the class for keys and values."""
     if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
         made: Any = kind(0)
         if layer.keys is not None:
             made.lazy_initialization(layer.keys[:0], layer.values[:0])
         return made
     if type(layer) not in _STATES:
-        raise ValueError(f"its cache has layers of the kind {type(layer).__name__}")
+        raise ValueError(f"its cache has layers of type {type(layer).__name__}")
     made = copy.copy(layer)
     vars(made).update({name: dict(value) for name, value in vars(layer).items() if isinstance(value, dict)})
     for holder, name, _ in _tensors([made]):
@@ -167,7 +170,7 @@ def _emptied(layer: Any, kind: type[StaticLayer]) -> Any:
 
 
 def _tensors(layers: list[Any]) -> Iterator[tuple[dict[Any, Any], Any, bool]]:
-    """Yield where the tensors of a cache are, each as a dict and a key, and whether they have slots: ``[rows, heads, slots, size]``."""
+    """Yield dict and key of each tensor of a cache, and whether the tensor has slots: ``[rows, heads, slots, size]``."""
     for layer in layers:
         if isinstance(layer, (DynamicLayer, StaticLayer)):
             yield from ((vars(layer), name, True) for name in ("keys", "values") if vars(layer)[name] is not None)

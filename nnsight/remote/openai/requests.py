@@ -1,7 +1,7 @@
-"""What a request asks for, in OpenAI's form. All of it is untrusted, and checked here.
+"""The bodies of requests in OpenAI's format. They are untrusted and checked here.
 
-A field that is not known, or that asks for something that is not done, is refused: an answer that leaves something out looks like any
-other. Steering is asked for as on vLLM's server of this package, in ``vllm_xargs``; see :mod:`nnsight.steering.choices`.
+An unknown field, or a value that is not supported, is refused, because a client would not notice that the answer ignores it. Steering is
+requested in ``vllm_xargs``, as for this package's vLLM server; see :mod:`nnsight.steering.choices`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ...steering.choices import PREFIX, Choice
 
-#: Most prompts and answers of a request, texts to stop at, and likely tokens beside each one.
-_MOST_ROWS, _MOST_STOPS, _MOST_LOGPROBS = 64, 16, 20
+#: Maximum number of answers of a request, of stop texts, and of likely tokens for each position.
+_MAX_ANSWERS, _MAX_STOPS, _MAX_LOGPROBS = 64, 16, 20
 
 
 class BadRequestError(ValueError):
-    """A request that cannot be done as it asks; ``code`` is the HTTP status, and ``param`` the field."""
+    """A request is malformed or cannot be served. ``code`` is the HTTP status, and ``param`` is the field."""
 
     def __init__(self, message: str, param: str | None = None, code: int = 400) -> None:
         super().__init__(message)
@@ -35,61 +35,61 @@ class _StreamOptions(_Checked):
 
 _Stops = Annotated[
     list[Annotated[str, Field(min_length=1)]],
-    Field(max_length=_MOST_STOPS),
+    Field(max_length=_MAX_STOPS),
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
-_Token = Annotated[int, Field(strict=False, ge=0)]  # also as a text, which keys in JSON are
+_Token = Annotated[int, Field(strict=False, ge=0)]  # not strict, because keys in JSON are strings
 
 
 class Body(_Checked):
-    """The JSON of a request, of either kind. With ``temperature`` 0 the likeliest token is always chosen."""
+    """The JSON fields that both kinds of requests have. With ``temperature`` 0, the likeliest token is always chosen."""
 
     model: str
-    max_tokens: int = Field(0, ge=1)  # 0 if the request does not say
-    n: int = Field(1, ge=1, le=_MOST_ROWS)
+    max_tokens: int = Field(0, ge=1)  # 0 if the request does not set it
+    n: int = Field(1, ge=1, le=_MAX_ANSWERS)
     temperature: float = Field(1.0, ge=0, le=100)
     top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31)  # 0 or -1 for all
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: _Stops = []
-    presence_penalty: float = Field(0.0, ge=-2, le=2)  # taken from the logits of tokens that were made already
-    frequency_penalty: float = Field(0.0, ge=-2, le=2)  # likewise, times how often each was made
+    presence_penalty: float = Field(0.0, ge=-2, le=2)  # subtracted from the logits of tokens that the answer contains
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)  # subtracted as often as the answer contains the token
     logit_bias: dict[_Token, Annotated[float, Field(ge=-100, le=100)]] = {}  # added to the logits of tokens
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     vllm_xargs: dict[str, Any] = {}
-    # Other values of these ask for something that is not done.
+    # Other values of these fields are not supported.
     best_of: Literal[1] = 1
     echo: Literal[False] = False
     response_format: dict[Literal["type"], Literal["text"]] = {}
     suffix: Literal[""] = ""
     tools: list[Any] = Field([], max_length=0)
     tool_choice: Literal["none", "auto"] = "auto"
-    # These have no meaning here.
+    # These fields are accepted and ignored.
     metadata: Any = None
     store: Any = None
     user: Any = None
 
     @property
     def likely(self) -> int | None:
-        """How many of the likeliest tokens are told beside each one; ``None`` to tell nothing."""
+        """How many of the likeliest tokens are returned for each position; ``None`` if no log probabilities are requested."""
         return None
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the likeliest token is always chosen: dividing by less would overflow."""
+        """Whether the likeliest token is always chosen. A division by smaller temperatures would overflow."""
         return self.temperature < 1e-4
 
     def prompts(self, tokenizer: Any) -> list[list[int]]:
-        """Return the token ids of each prompt; raise a :class:`BadRequestError` if the tokenizer has none for it."""
+        """Return the token ids of each prompt. Raises a :class:`BadRequestError` if the model cannot read a prompt."""
         raise NotImplementedError
 
 
 class CompletionBody(Body):
-    """The JSON of a request to complete prompts: texts, or token ids."""
+    """The JSON of a request to complete prompts. A prompt is a text or a list of token ids."""
 
     prompt: str | list[int] | list[str | list[int]]
-    logprobs: int | None = Field(None, ge=0, le=_MOST_LOGPROBS)
+    logprobs: int | None = Field(None, ge=0, le=_MAX_LOGPROBS)
 
     @property
     def likely(self) -> int | None:
@@ -100,7 +100,7 @@ class CompletionBody(Body):
         given: Any = [self.prompt] if is_one else self.prompt
         made = [tokenizer.encode(item) if isinstance(item, str) else item for item in given]
         if not all(0 <= token < len(tokenizer) for ids in made for token in ids):
-            raise BadRequestError("`prompt` has numbers that are no token ids of this model.", "prompt")
+            raise BadRequestError("`prompt` contains numbers that are not token ids of this model.", "prompt")
         return made
 
 
@@ -110,12 +110,12 @@ class _ChatMessage(_Checked, extra="allow"):
 
 
 class ChatBody(Body):
-    """The JSON of a request to go on with a chat."""
+    """The JSON of a request to continue a chat."""
 
     messages: list[_ChatMessage] = Field(min_length=1)
     max_completion_tokens: int = Field(0, ge=1)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=_MOST_LOGPROBS)
+    top_logprobs: int = Field(0, ge=0, le=_MAX_LOGPROBS)
 
     @property
     def likely(self) -> int | None:
@@ -127,13 +127,13 @@ class ChatBody(Body):
         messages = [message.model_dump() for message in self.messages]
         try:
             text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise errors of their own, for roles that they do not know
+        except Exception as error:  # templates raise errors of any type, such as for unknown roles
             raise BadRequestError(f"The chat template of the model refuses the messages: {error}", "messages") from error
         return [tokenizer.encode(text, add_special_tokens=False)]
 
 
 def parse(data: bytes | bytearray, chat: bool) -> Body:
-    """Return the body of a request, in which ``null`` is as good as nothing; raise a :class:`BadRequestError` if it is none."""
+    """Parse the body of a request. A field that is ``null`` counts as missing. Raises a :class:`BadRequestError` if it is malformed."""
     try:
         given = json.loads(data)
         if isinstance(given, dict):
@@ -144,43 +144,44 @@ def parse(data: bytes | bytearray, chat: bool) -> Body:
         param = str(found["loc"][0]) if found["loc"] else None
         raise BadRequestError(f"{'The body' if param is None else f'`{param}`'}: {found['msg']}.", param) from error
     except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"The body is no JSON: {error}") from error
+        raise BadRequestError(f"The body is not valid JSON: {error}") from error
     if isinstance(body, ChatBody) and body.top_logprobs and not body.logprobs:
-        raise BadRequestError("`top_logprobs` is for chats that ask for `logprobs`.", "top_logprobs")
+        raise BadRequestError("`top_logprobs` needs `logprobs`: set it to true.", "top_logprobs")
     return body
 
 
-class Wanted(NamedTuple):
-    """What a request asks of a model: its ``body`` with the most tokens of an answer, the ids of its prompts, and how it is steered."""
+class CheckedRequest(NamedTuple):
+    """A request that a model can serve."""
 
-    body: Body
-    prompts: list[list[int]]
-    choice: Choice | None
+    body: Body  # its `max_tokens` is set
+    prompts: list[list[int]]  # token ids
+    choice: Choice | None  # the steering
 
 
-def wanted(body: Body, tokenizer: Any, longest: int) -> Wanted:
-    """Return what ``body`` asks of a model; ``longest`` is how many tokens a prompt and its answer may have.
+def checked(body: Body, tokenizer: Any, longest: int) -> CheckedRequest:
+    """Check ``body`` against the model of ``tokenizer``. ``longest`` is the maximum number of tokens of a prompt and its answer.
 
     Raises:
-        BadRequestError: If the model cannot do that.
+        BadRequestError: If the model cannot serve the request.
     """
     prompts = body.prompts(tokenizer)
-    if not 0 < len(prompts) * body.n <= _MOST_ROWS:
-        raise BadRequestError(f"A request has 1 to {_MOST_ROWS} answers: its prompts times `n`.", "n")
+    if not 0 < len(prompts) * body.n <= _MAX_ANSWERS:
+        raise BadRequestError(f"A request must have 1 to {_MAX_ANSWERS} answers: the number of its prompts times `n`.", "n")
     if not all(prompts):
-        raise BadRequestError("A prompt has one token at least.", "prompt")
+        raise BadRequestError("A prompt must have at least one token.", "prompt")
     room = longest - max(map(len, prompts))
     if room < 1:
-        raise BadRequestError(f"The prompt has {max(map(len, prompts))} tokens, and prompt and answer may have {longest}.", "prompt")
+        message = f"The prompt has {max(map(len, prompts))} tokens, but prompt and answer may only have {longest} together."
+        raise BadRequestError(message, "prompt")
     most = body.max_tokens or min(room, 16)
     if isinstance(body, ChatBody):
         most = body.max_completion_tokens or body.max_tokens or room
     if most > room:
-        raise BadRequestError(f"`max_tokens`: there is room for {room} tokens behind the prompt.", "max_tokens")
+        raise BadRequestError(f"`max_tokens`: after the prompt, there is room for {room} tokens.", "max_tokens")
     if not all(token < len(tokenizer) for token in body.logit_bias):
-        raise BadRequestError("`logit_bias` has keys that are no token ids of this model.", "logit_bias")
+        raise BadRequestError("`logit_bias` has keys that are not token ids of this model.", "logit_bias")
     try:
         choice = Choice.of(body.vllm_xargs, PREFIX) if body.vllm_xargs else None
     except ValueError as error:
         raise BadRequestError(str(error), "vllm_xargs") from error
-    return Wanted(body.model_copy(update={"max_tokens": most}), prompts, choice)
+    return CheckedRequest(body.model_copy(update={"max_tokens": most}), prompts, choice)

@@ -1,7 +1,7 @@
-"""The routes of OpenAI's interface on the server of programs: ``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``.
+"""Routes of OpenAI's interface, for the server of programs: ``/v1/models``, ``/v1/completions`` and ``/v1/chat/completions``.
 
-The keys are those of the server, as ``Authorization: Bearer KEY`` or in its own header, and so is the number of requests that an account
-may have at a time.
+The keys of the server apply, as ``Authorization: Bearer KEY`` or in the server's own header. The queue limit of an account also limits its
+number of simultaneous requests.
 """
 
 from __future__ import annotations
@@ -24,14 +24,18 @@ from ..protocol import KEY_HEADER
 from ..server.keys import Account, Door
 from .batches import Generator
 from .completions import Completion
-from .requests import BadRequestError, Body, Wanted, parse, wanted
+from .requests import BadRequestError, Body, CheckedRequest, checked, parse
 
-#: Most bytes of a body, and seconds in which it has to come.
-_MOST_BYTES, _UPLOAD = 4 * 2**20, 60.0
+#: Maximum size of a body in bytes, and of the time for its upload in seconds.
+_MAX_BYTES, _UPLOAD = 4 * 2**20, 60.0
 
 
 class OpenAIModel:
-    """A model behind these routes: ``vectors`` are those that requests can name, and ``together`` is how many answers share a batch."""
+    """A model behind these routes. Requests can name ``vectors``, and at most ``together`` answers share a batch.
+
+    Raises:
+        ValueError: If the model cannot be served so, see :class:`~.batches.Generator`, or if a vector does not fit the model.
+    """
 
     def __init__(self, model: Any, vectors: Vectors, together: int = 8) -> None:
         model.dispatch()
@@ -45,38 +49,38 @@ class OpenAIModel:
         self.generator = Generator(model, at, together, self.longest)
         self.created = int(time.time())
 
-    def additions(self, wanted: Wanted) -> dict[int, Addition]:
-        """Return how a request is steered; raise a :class:`BadRequestError` if it cannot be."""
-        if wanted.choice is None:
+    def additions(self, request: CheckedRequest) -> dict[int, Addition]:
+        """Return the steering of a request, by layer. Raises a :class:`BadRequestError` if it does not fit the model."""
+        if request.choice is None:
             return {}
         try:
-            return wanted.choice.at_layers(self.vectors, self.layers, self.hidden, None)
+            return request.choice.at_layers(self.vectors, self.layers, self.hidden, None)
         except ValueError as error:
             raise BadRequestError(str(error), "vllm_xargs") from error
 
 
 class _Run:
-    """The answers to one request."""
+    """One request with its answers."""
 
-    def __init__(self, served: OpenAIModel, wanted: Wanted) -> None:
-        self.wanted, self._changed, loop = wanted, asyncio.Event(), asyncio.get_running_loop()
-        additions = served.additions(wanted)
-        seed = wanted.body.seed
+    def __init__(self, served: OpenAIModel, request: CheckedRequest) -> None:
+        self.request, self._changed, loop = request, asyncio.Event(), asyncio.get_running_loop()
+        additions = served.additions(request)
+        seed = request.body.seed
         first = secrets.randbits(62) if seed is None else seed % 2**62
 
         def tell() -> None:
             loop.call_soon_threadsafe(self._changed.set)
 
-        start = wanted.choice.start if wanted.choice else 0
-        places = [(prompt, number) for prompt in wanted.prompts for number in range(wanted.body.n)]
+        start = request.choice.start if request.choice else 0
+        places = [(prompt, number) for prompt in request.prompts for number in range(request.body.n)]
         self.answers = [
-            Completion(prompt, wanted.body, additions, served.model.tokenizer, tell, first + number, start) for prompt, number in places
+            Completion(prompt, request.body, additions, served.model.tokenizer, tell, first + number, start) for prompt, number in places
         ]
         for answer in self.answers:
             served.generator.submit(answer)
 
     async def grown(self) -> AsyncIterator[None]:
-        """Go on whenever an answer has grown, until all have ended; raise what one has failed with."""
+        """Yield at first, whenever an answer has grown, and at the end of all answers. Raises the error of an answer that failed."""
         while True:
             self._changed.clear()
             failed = next((answer.error for answer in self.answers if answer.error is not None), None)
@@ -97,13 +101,13 @@ class _Run:
             answer.cancel()
 
     def usage(self) -> dict[str, int]:
-        prompt, made = sum(map(len, self.wanted.prompts)), sum(len(answer.tokens) for answer in self.answers)
+        prompt, made = sum(map(len, self.request.prompts)), sum(len(answer.tokens) for answer in self.answers)
         return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
 def openai_routes(models: Mapping[str, OpenAIModel], door: Door) -> list[Route]:
-    """Return the routes; ``models`` are the models by the names that requests give them."""
-    running: list[tuple[str, _Run]] = []  # requests with the names of their accounts; those that are over are dropped at the next one
+    """Return the routes. ``models`` are the served models by their names in requests; ``door`` checks keys."""
+    running: list[tuple[str, _Run]] = []  # requests with the names of their accounts; the next request drops those that are over
 
     def answering(chat: bool) -> Any:
         async def answer(request: Request) -> Response:
@@ -112,11 +116,12 @@ def openai_routes(models: Mapping[str, OpenAIModel], door: Door) -> list[Route]:
                 body = parse(await _body(request), chat)
                 served = models.get(body.model)
                 if served is None:
-                    raise BadRequestError(f"The model {body.model!r} is not served here: there is {', '.join(models)}.", "model", 404)
-                asked = await asyncio.to_thread(wanted, body, served.model.tokenizer, served.longest)  # long texts take a while
+                    raise BadRequestError(f"{body.model!r} is not served here. Served models: {', '.join(models)}.", "model", 404)
+                asked = await asyncio.to_thread(checked, body, served.model.tokenizer, served.longest)  # long texts take a while
                 running[:] = [(name, run) for name, run in running if not run.is_over]
                 if sum(name == account.name for name, _ in running) >= account.queue:
-                    raise BadRequestError(f"{account.queue} requests of this key run already. Wait for some of them to end.", None, 429)
+                    message = f"This key has {account.queue} running requests, which is its limit. Wait for some of them to end."
+                    raise BadRequestError(message, None, 429)
                 run = _Run(served, asked)
             except BadRequestError as error:
                 return _refusal(error)
@@ -131,7 +136,7 @@ def openai_routes(models: Mapping[str, OpenAIModel], door: Door) -> list[Route]:
                 choices = [_choice(chat, index, made) for index, made in enumerate(run.answers)]
                 return JSONResponse({**head, "choices": choices, "usage": run.usage()})
             except Exception:
-                return _refusal(BadRequestError("The server failed at this request. Its operator finds the cause in the log.", None, 500))
+                return _refusal(BadRequestError("The server failed. Its operator finds the cause in the log.", None, 500))
             finally:
                 run.cancel()
 
@@ -172,21 +177,21 @@ def _account(request: Request, door: Door) -> Account:
     scheme, _, key = request.headers.get("authorization", "").partition(" ")
     account = door.admit(key.strip() if scheme.lower() == "bearer" else request.headers.get(KEY_HEADER))
     if account is None:
-        raise BadRequestError("The key is missing or wrong: send it as `Authorization: Bearer KEY`.", None, 401)
+        raise BadRequestError("The key is missing or unknown: send it as `Authorization: Bearer KEY`.", None, 401)
     return account
 
 
 async def _body(request: Request) -> bytearray:
-    """Return the body of a request."""
+    """Read the body of a request. Raises a :class:`BadRequestError` if it is too long or arrives too slowly."""
     data = bytearray()
     try:
         async with asyncio.timeout(_UPLOAD):
             async for chunk in request.stream():
                 data += chunk
-                if len(data) > _MOST_BYTES:
-                    raise BadRequestError(f"The body has more than {_MOST_BYTES} bytes.", None, 413)
+                if len(data) > _MAX_BYTES:
+                    raise BadRequestError(f"The body is longer than {_MAX_BYTES} bytes.", None, 413)
     except TimeoutError:
-        raise BadRequestError(f"The body took longer than {_UPLOAD:g} seconds.", None, 408) from None
+        raise BadRequestError(f"The upload took longer than {_UPLOAD:g} seconds.", None, 408) from None
     return data
 
 
@@ -208,7 +213,7 @@ def _choice(chat: bool, index: int, answer: Completion) -> dict[str, Any]:
 
 
 def _logprobs(chat: bool, answer: Completion, first: int) -> Any:
-    """Return the logarithms of probabilities of the tokens from ``first`` on, in the form of chats or of completions."""
+    """Return the log probabilities of the tokens from ``first`` on, in the format of chats or of completions."""
     if answer.sampling.likely is None:
         return None
     found = answer.logprobs[first:]
@@ -225,7 +230,7 @@ def _logprobs(chat: bool, answer: Completion, first: int) -> Any:
 
 
 async def _events(run: _Run, chat: bool, head: dict[str, Any]) -> AsyncIterator[str]:
-    """Yield the events of a stream: what each answer has grown by, its end, and the numbers of tokens if they are wanted."""
+    """Yield the events of a stream: the new text of each answer, its end, and the numbers of tokens if the request asks for them."""
 
     def event(choices: list[dict[str, Any]], **more: Any) -> str:
         return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
@@ -246,11 +251,11 @@ async def _events(run: _Run, chat: bool, head: dict[str, Any]) -> AsyncIterator[
                 logprobs = _logprobs(chat, answer, told[index])
                 told[index] += len(logprobs.get("content", logprobs.get("tokens"))) if logprobs else 0
                 yield event([{"index": index, **content, "logprobs": logprobs, "finish_reason": reason}])
-        if run.wanted.body.stream_options.include_usage:
+        if run.request.body.stream_options.include_usage:
             yield event([], usage=run.usage())
         yield "data: [DONE]\n\n"
     except Exception:
-        failure = {"message": "The server failed at this request.", "type": "server_error", "param": None, "code": 500}
+        failure = {"message": "The server failed.", "type": "server_error", "param": None, "code": 500}
         yield f"data: {json.dumps({'error': failure})}\n\n"
     finally:
         run.cancel()

@@ -1,10 +1,10 @@
-"""The model of a server, as each of its calls needs it: with its edits, and steered as the answers of a batch are.
+"""The served model with its edits, and with separate steering for each row of a batch.
 
-Directions are parameters of an edit, ``[rows, layers, hidden]``: each row of a batch has its own. The edit is the same at each call, so a
-compiled model runs no Python of it, and other directions compile nothing. Layers that were steered before are steered by zeros where nobody
-asks for them. So there are few kinds of calls, whatever is asked for.
+Directions are parameters of an edit, ``[rows, layers, hidden]``: each row of a batch has its own. The edit is the same in each call, so a
+compiled model does not run its Python, and new directions compile nothing. A layer that was steered once stays in the edit, with zeros for
+the rows that do not steer it. So there are few variants of the model, whatever the requests ask for.
 
-An edit of the server that is no loop over the steps of a generation is for the first call of the model, which is that of the prompt.
+An edit of the served model that is not a loop over the steps of a generation applies only to the first call, which computes the prompt.
 """
 
 from __future__ import annotations
@@ -21,8 +21,11 @@ from ...steering.layers import hidden_of, read, with_hidden, write
 from .completions import Completion
 
 
-class Steered:
-    """A copy of ``model`` that steers ``rows`` rows at ``layers``, and removes ``rank`` directions from each; all are zeros at first."""
+class SteeredModel:
+    """A copy of ``model`` that adds a vector to ``rows`` rows at ``layers``, and removes up to ``rank`` directions. All are zero at first.
+
+    ``at`` is the path of the layers.
+    """
 
     def __init__(self, model: LanguageModel, at: str, layers: Sequence[int], rows: int, rank: int) -> None:
         config: Any = model._module.config
@@ -32,7 +35,7 @@ class Steered:
         self._set_for: list[Completion | None] = []
         self.add = add = torch.zeros(rows, len(layers), hidden, dtype=like.dtype, device=like.device)
         self.remove = remove = torch.zeros(rows, len(layers), rank, hidden, dtype=like.dtype, device=like.device)
-        self.first = first = torch.zeros(rows, 1, 1, dtype=torch.int64, device=like.device)  # of the positions of a call that are steered
+        self.first = first = torch.zeros(rows, 1, 1, dtype=torch.int64, device=like.device)  # first position in a call that is steered
         paths = [f"{at}.{layer}" for layer in layers]
         with model.edit() as edited:
             for number, path in enumerate(paths):
@@ -51,7 +54,7 @@ class Steered:
         self.model = edited
 
     def set(self, answers: Sequence[Completion | None], positions: Sequence[int]) -> None:
-        """Steer each row as its answer is, in a call whose first token is at the row's position."""
+        """Set the steering of each row to that of its answer, for a call in which the rows' first tokens are at ``positions``."""
         starts = [max(answer.start - position, 0) if answer else 0 for answer, position in zip(answers, positions, strict=True)]
         self.first.copy_(torch.tensor(starts)[:, None, None])
         if self._set_for == answers:
@@ -69,32 +72,32 @@ class Steered:
 
 
 class ServedModel:
-    """The copies of a model that calls need; ``at`` is the path of its layers.
+    """Chooses the copy of a model for each call. ``at`` is the path of the layers.
 
     Raises:
-        ValueError: If an edit of the model tells steps of a generation apart.
+        ValueError: If an edit of the model does different things at different steps of a generation.
     """
 
     def __init__(self, model: LanguageModel, at: str) -> None:
         for edit in model._edits:
             if not edit.block.is_same_at_each_step and _mentions_steps(edit):
                 raise ValueError(
-                    f"The edit at {edit.block.filename}:{edit.block.line} tells the steps of a generation apart, but answers at different "
-                    "steps share the calls of a served model: write `for _ in tracer.iter[:]:` around all of it, the same at each step."
+                    f"The edit at {edit.block.filename}:{edit.block.line} distinguishes the steps of a generation, but answers at "
+                    "different steps share a call: put the whole edit into `for _ in tracer.iter[:]:`, the same at each step."
                 )
         self._first, self._at = model, at
-        self._later = model  # for the steps behind the prompt
+        self._later = model  # for the steps after the prompt
         if not all(edit.block.is_same_at_each_step for edit in model._edits):
             self._later = model._edited_copy()
             self._later._edits[:] = [edit for edit in self._later._edits if edit.block.is_same_at_each_step]
             if model._compile_by_default and self._later._edits:
                 self._later.compile()
-        self._steered: dict[tuple[bool, int], Steered] = {}  # by whether it has the edits of a prompt, and the number of rows
-        self._layers: set[int] = set()  # those that were steered so far
-        self._rank = 0  # and how many directions were removed at most
+        self._steered: dict[tuple[bool, int], SteeredModel] = {}  # by whether it has edits of prompts, and the number of rows
+        self._layers: set[int] = set()  # layers that were steered so far
+        self._rank = 0  # maximum number of removed directions so far
 
     def of(self, answers: Sequence[Completion | None], positions: Sequence[int], is_prompt: bool) -> Any:
-        """Return the model for a call with these rows, whose first tokens are at ``positions``; free rows are ``None``."""
+        """Return the model for a call with the rows ``answers``, ``None`` for free rows, whose first tokens are at ``positions``."""
         model = self._first if is_prompt else self._later
         asked = {layer for answer in answers if answer for layer in answer.additions}
         if not asked:
@@ -107,13 +110,13 @@ class ServedModel:
         key = (model is not self._later, len(answers))
         steered = self._steered.get(key)
         if steered is None:
-            steered = self._steered[key] = Steered(model, self._at, sorted(self._layers), len(answers), self._rank)
+            steered = self._steered[key] = SteeredModel(model, self._at, sorted(self._layers), len(answers), self._rank)
         steered.set(answers, positions)
         return steered.model
 
 
 def _mentions_steps(edit: Edit) -> bool:
-    """Whether a block chooses steps of a generation."""
+    """Whether the block of an edit chooses steps of a generation."""
     nodes = [node for statement in edit.block.body for node in ast.walk(statement)]
     looped = [getattr(node, "context_expr", None) or getattr(node, "iter", None) for node in nodes]
     over_all = any(isinstance(loop, ast.Call) and isinstance(loop.func, ast.Attribute) and loop.func.attr == "all" for loop in looped)

@@ -1,8 +1,8 @@
 """The gateway over HTTP. All input is untrusted and checked here.
 
-A request is checked in this order: the key, from its header, before the body is read; the length, as announced and again
-as it comes in; the multipart body, whose parts are limited in number and size; the envelope; the first bytes of the payload. Ids
-are looked up among jobs, never among files. A job of another account and one that does not exist give the same answer.
+A request is checked in this order: the key in its header, before the body is read; the announced length, and then the length that arrives;
+the multipart body, whose parts are limited in number and size; the envelope; the first bytes of the payload. Ids are looked up among
+jobs, never among files. The answer is the same for a job of another account and for a job that does not exist.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from .jobs import ServerJob
 from .keys import Account, Door, OpenDoor
 from .sessions import Sessions
 
-#: Most bytes of a multipart body besides the payload.
+#: Maximum size of a multipart body without the payload, in bytes.
 _FRAME = 128 * 1024
 
 
 def create_app(gateway: Gateway, door: Door, more: Sequence[Route] = ()) -> FastAPI:
-    """Return the application of ``gateway``, which it starts and stops; ``door`` checks keys, and ``more`` are further routes."""
+    """Return the application of ``gateway``. It starts and stops the gateway. ``door`` checks keys, and ``more`` are further routes."""
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -66,7 +66,7 @@ def create_app(gateway: Gateway, door: Door, more: Sequence[Route] = ()) -> Fast
         headers = {"Retry-After": "10"} if error.code in (429, 503) else None
         return JSONResponse({"detail": str(error)}, error.code, headers=headers)
 
-    # Routes of Starlette, on which FastAPI is built: bodies are read as they come.
+    # Routes of Starlette instead of FastAPI, so that the handlers limit the body while they read it.
     return FastAPI(
         title="nnsight",
         docs_url=None,
@@ -83,7 +83,7 @@ def create_app(gateway: Gateway, door: Door, more: Sequence[Route] = ()) -> Fast
     )
 
 
-_NO_JOB = "There is no such job: the id is wrong, the job belongs to another key, or its result was kept as long as it is kept."
+_NO_JOB = "There is no such job: the id is wrong, the job belongs to another key, or the time for which jobs are kept is over."
 
 
 def _account(request: Request, door: Door) -> Account:
@@ -109,17 +109,17 @@ def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]
             async with gateway.uploading(account), timeout, _form(request, account.bytes) as form:
                 envelope, blob = checked_envelope(form.get("data"), version), form.get("blob")
                 if not isinstance(blob, UploadFile):
-                    raise RefusedError(400, "multipart", "The body has no file `blob`, which is the payload.")
+                    raise RefusedError(400, "multipart", "The body has no file `blob` with the payload.")
                 size = blob.size or 0
                 check_payload(await blob.read(9), size, account.bytes, version)
                 await blob.seek(0)
                 job = await gateway.submit(account, envelope["model_key"], envelope.get("nonce", ""), blob.file, size)
                 await gateway.secure(job, listened=sessions.attach(envelope["session_id"], job, account))
         except ClientDisconnect:
-            raise RefusedError(400, "disconnect", "The connection ended before the upload did.") from None
+            raise RefusedError(400, "disconnect", "The connection ended before the end of the upload.") from None
         except TimeoutError:
             raise RefusedError(408, "upload", f"The upload took longer than {gateway.settings.upload:g} seconds.") from None
-        # A job that was submitted before is answered with its latest message.
+        # For a nonce whose job has finished, the answer is the latest message.
         return JSONResponse(job.messages[0] if job.created >= began or not job.status.finished else job.latest)
 
     async def response(request: Request) -> Response:
@@ -174,7 +174,7 @@ def _fact_routes(gateway: Gateway, door: Door) -> list[Route]:
 
     async def whoami(request: Request) -> Response:
         account = _account(request, door)
-        # Clients of nnsight 0.8 read `email` and `tags`.
+        # `email` and `tags` are for clients of nnsight 0.8.
         email = None if isinstance(door, OpenDoor) else account.name
         return JSONResponse({"name": account.name, "limits": account.limits(), "email": email, "tags": []})
 
@@ -192,7 +192,7 @@ def _fact_routes(gateway: Gateway, door: Door) -> list[Route]:
 
 @contextlib.asynccontextmanager
 async def _form(request: Request, most: int) -> AsyncIterator[Any]:
-    """Read the parts of a body with a payload of at most ``most`` bytes; raise a :class:`RefusedError` if it is no such body."""
+    """Read the parts of a body with a payload of at most ``most`` bytes. Raises a :class:`RefusedError` if the body is invalid."""
     left = most + _FRAME
 
     async def limited() -> AsgiMessage:
@@ -206,10 +206,10 @@ async def _form(request: Request, most: int) -> AsyncIterator[Any]:
     checked = Request(request.scope, limited)
     announced = request.headers.get("content-length", "0")
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
-        message = "The body has to be multipart/form-data: a field `data` and a file `blob`."
+        message = "The body must be multipart/form-data with a field `data` and a file `blob`."
         raise RefusedError(415, "multipart", message)
     if announced.isdecimal() and int(announced) > left:
-        with contextlib.suppress(RefusedError):  # read some of it, because clients send before they read an answer
+        with contextlib.suppress(RefusedError):  # read up to the limit, because clients send the body before they read the answer
             async for _ in checked.stream():
                 pass
         raise too_long(most)
@@ -217,8 +217,8 @@ async def _form(request: Request, most: int) -> AsyncIterator[Any]:
         form = await checked.form(max_files=1, max_fields=4, max_part_size=_FRAME // 2)
     except HTTPException as error:
         raise RefusedError(400, "multipart", f"The multipart body cannot be read: {error.detail}") from None
-    except OSError as error:  # long files go to disk as they come
-        message = f"The upload could not be kept: {error.strerror}. Try again later."
+    except OSError as error:  # Starlette writes long files to disk
+        message = f"The upload could not be stored: {error.strerror}. Try again later."
         raise RefusedError(507, "storage", message) from None
     try:
         yield form

@@ -2,11 +2,11 @@
 
 One thread runs at a time, so programs of one model take turns, and the event loop stays free for clients. There are four kinds of errors:
 
-* the program is refused or fails (``InvalidProgramError``, ``ExecutionFailedError``): the owner gets the message;
-* it runs out of time: the thread is interrupted at the next bytecode. A thread that hangs in a call into C is abandoned and a new one
-  replaces it, up to a limit, after which the engine is not healthy;
-* the thread dies (:class:`EngineLostError`): the job may be tried once more;
-* everything else is a fault of the server: it is logged in full, and the owner learns only that it happened.
+* The program is refused or fails (``InvalidProgramError``, ``ExecutionFailedError``). The owner gets the message.
+* The program runs out of time. The thread is interrupted at the next bytecode. If it hangs in a C function, it is abandoned, and a new
+  thread replaces it. With several abandoned threads, the engine is not healthy.
+* The thread dies (:class:`EngineLostError`). The job may be tried once more.
+* Any other error is a fault of the server. It is logged in full, and the owner is only told that the server failed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 from ...program.run.engine import EngineLostError, Log, Outcome, TimeLimitError, in_this_loop
 
-#: Time for an interrupted thread to end its run, in seconds.
+#: How long an interrupted thread may take to end its run, in seconds.
 _PATIENCE = 2.0
 
-#: How many threads may hang.
-_MOST_STUCK = 2
+#: Number of hanging threads from which on an engine is not healthy.
+_MAX_STUCK = 2
 
 
 class _Interrupt(BaseException):
@@ -37,12 +37,10 @@ class _Worker:
     """A thread that runs one call after the other and can be interrupted."""
 
     def __init__(self, name: str) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None] = (
-            queue.SimpleQueue()
-        )
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running = self._interrupted = False
-        self._died = False  # a thread that has died runs for a moment longer
+        self._died = False  # set by the thread itself, because `is_alive` remains true for a moment
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -52,7 +50,7 @@ class _Worker:
         return asyncio.wrap_future(future)
 
     def interrupt(self) -> None:
-        """Raise in the thread, if it is running something."""
+        """Raise an exception in the thread, if a call is running there."""
         with self._lock:
             if self._running and not self._interrupted:
                 self._interrupted = True
@@ -73,18 +71,18 @@ class _Worker:
                 continue
             try:
                 result, error = self._run(function)
-            except BaseException as failure:  # SystemExit and the like end this thread
+            except BaseException as failure:  # `SystemExit` and others that are no `Exception` end this thread
                 self._died = True
                 future.set_exception(EngineLostError(f"The engine died: {type(failure).__name__}."))
                 return
             future.set_result(result) if error is None else future.set_exception(error)
-            del call, function, future, result, error  # tensors of a job go with it
+            del call, function, future, result, error  # frees the tensors of the job while the thread waits
 
     def _run(self, function: Callable[[], Any]) -> tuple[Any, Exception | None]:
-        """Return the result of ``function``, and its error.
+        """Return the result of ``function``, and its error or None.
 
-        A late interrupt must not hit the next call, and cannot be cancelled: Python 3.11 would keep a flag that makes a traced
-        function wait for ever. So this waits for it, within ``try``.
+        An interrupt may arrive after the end of the call. It must not hit the next call, and it cannot be cancelled: Python 3.11 would keep
+        a flag that makes a traced function wait forever. So this method waits for a requested interrupt, inside of ``try``.
         """
         result: Any = None
         error: Exception | None = None
@@ -108,8 +106,11 @@ class _Worker:
 class ThreadEngine:
     """The engine of a model in this process.
 
-    ``run`` returns the outcomes of payloads of one kind, and calls a function of its second argument with each line that a payload prints;
-    ``kind_of`` finds the kind of a payload. An engine with several abandoned threads is not healthy.
+    Args:
+        run: Runs payloads of one kind, and returns their outcomes. Its second argument has a function for each payload, to be called with
+            the lines that the payload prints.
+        name: Name of the threads.
+        kind_of: Returns the kind of a payload; None if the payload must run alone.
     """
 
     width = 1
@@ -126,9 +127,9 @@ class ThreadEngine:
 
     @property
     def healthy(self) -> bool:
-        """Whether not too many of its threads hang."""
+        """Whether fewer than two of its threads hang."""
         self._stuck = [worker for worker in self._stuck if worker.alive]
-        return len(self._stuck) < _MOST_STUCK
+        return len(self._stuck) < _MAX_STUCK
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
         if not self._worker.alive:
@@ -145,8 +146,8 @@ class ThreadEngine:
             self._stuck.append(self._worker)
             self._worker = _Worker(self._name)
         else:
-            future.exception()  # retrieved, so that asyncio does not log it
-        raise TimeLimitError(f"The job ran longer than its {seconds:g} seconds.")
+            future.exception()  # marks it as retrieved, so that asyncio does not log it
+        raise TimeLimitError(f"The job ran longer than its limit of {seconds:g} seconds.")
 
     def interrupt(self, payloads: Sequence[bytes]) -> None:
         self._worker.interrupt()

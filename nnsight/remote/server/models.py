@@ -1,4 +1,4 @@
-"""Loads served models, and makes their engines."""
+"""Loads the models that a server serves, and creates their engines."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from .engine import ThreadEngine
 
 
 def engine_of(model: Any, limits: Limits | None = None, name: str = "nnsight-engine") -> Engine:
-    """Return the engine of a model in this process; the first job loads it, if it is lazy. ``limits`` are those of one job."""
+    """Return an engine that runs a model in this process. If the model is lazy, the first job loads it. ``limits`` apply to each job."""
     return ThreadEngine(
         lambda payloads, logs: execute_payloads(model, payloads, limits, logs), name, lambda payload: kind_of(model, payload, limits)
     )
 
 
 def load(name: str, revision: str = "main", dispatch: bool = True, **options: Any) -> tuple[ModelKey, Any]:
-    """Return a language model and the key under which it is served; raise ``OSError`` if it cannot be loaded.
+    """Return a language model, and the key under which it is served.
 
-    Arguments are those of :class:`~nnsight.LanguageModel`; ``revision`` is a branch, tag or commit.
+    The arguments are those of :class:`~nnsight.LanguageModel`; ``revision`` is a branch, tag or commit. Raises an ``OSError`` if the model
+    cannot be loaded.
     """
     from ... import LanguageModel
 

@@ -1,6 +1,6 @@
-"""The queue of one model: fair among accounts, with groups of jobs that can share a run.
+"""The queue of one model: fair between accounts, and aware of jobs that can share a run.
 
-Each account has a line of its own, and the lines take turns. An account with a thousand jobs delays the next account by one run only.
+Each account has a line of its own, and the lines take turns. An account with a thousand jobs delays the next account by only one run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class FairQueue:
         self._lines: OrderedDict[str, deque[ServerJob]] = OrderedDict()
 
     def put(self, job: ServerJob, first: bool = False) -> None:
-        """Add a job at the end of the line of its owner; ``first`` puts one that was taken out before in front of all others."""
+        """Add a job at the end of its owner's line. With ``first``, put it in front of all jobs; for jobs that were taken before."""
         line = self._lines.setdefault(job.owner, deque())
         if first:
             line.appendleft(job)
@@ -31,7 +31,7 @@ class FairQueue:
             line.append(job)
 
     def remove(self, job: ServerJob) -> bool:
-        """Remove a job; return whether it was there."""
+        """Remove a job. Returns whether it was in the queue."""
         line = self._lines.get(job.owner)
         if line is None or job not in line:
             return False
@@ -41,7 +41,7 @@ class FairQueue:
         return True
 
     def take(self, most: int = 1) -> list[ServerJob]:
-        """Take out the next job, and jobs that can run together with it, from all lines in turn, up to ``most`` in all."""
+        """Take the next job, and jobs of the same kind from all lines in turn. Returns at most ``most`` jobs."""
         if not self._lines:
             return []
         owner, line = next(iter(self._lines.items()))
@@ -65,20 +65,20 @@ class FairQueue:
 class JobGroup:
     """Jobs of one kind that run together."""
 
-    jobs: list[ServerJob]  # after a failure of the group, the one that runs
-    payloads: list[bytes] = field(default_factory=list)  # as the engine got them
+    jobs: list[ServerJob]  # after a failure of the group: only the job that runs now
+    payloads: list[bytes] = field(default_factory=list)  # the list that was passed to the engine
 
 
 @dataclass(eq=False)
 class ModelQueue:
-    """A served model, with its waiting jobs and running groups; ``wake`` is set when a job or the engine may be ready."""
+    """A served model, with its waiting jobs and running groups."""
 
     key: ModelKey
     engine: Engine
-    text: str  # of the key
+    text: str  # the key as text
     queue: FairQueue = field(default_factory=FairQueue)
-    groups: dict[JobGroup, asyncio.Task[None]] = field(default_factory=dict)
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    groups: dict[JobGroup, asyncio.Task[None]] = field(default_factory=dict)  # running groups
+    wake: asyncio.Event = field(default_factory=asyncio.Event)  # set when the loop of the model may find a job to run
 
     def put(self, job: ServerJob, first: bool = False) -> None:
         self.queue.put(job, first)

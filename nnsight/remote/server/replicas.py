@@ -1,11 +1,12 @@
 """Replicas of a model: processes of a Ray cluster, each with a copy of the model.
 
 Keys, limits, queues, the spool and sockets are in the process of the gateway. A replica has an engine (:mod:`nnsight.program.run.engine`).
-Ray Serve starts the replicas, replaces one that dies or hangs, and, within bounds, starts more of them while jobs wait and ends idle ones.
+Ray Serve starts the replicas and replaces a replica that dies or hangs. Within bounds, it starts more replicas while jobs wait, and ends
+idle ones.
 
-A replica that is lost during a job is an engine that died. (If a replica is lost before it has accepted the job, Serve takes another one.)
-Replicas get programs as the bytes of the client, and return errors as name and message. Ray itself sends pickles between its processes,
-so a cluster needs a network of its own.
+If a replica is lost during a job, the gateway treats it as an engine that died. If it is lost before it has accepted the job, Serve chooses
+another replica. Replicas get programs as the bytes that the client sent, and return errors as name and message. Ray itself sends pickles
+between its processes, so a cluster needs a private network.
 """
 
 from __future__ import annotations
@@ -32,32 +33,30 @@ try:
     from ray.exceptions import RayError, RayTaskError, TaskCancelledError
     from ray.serve.exceptions import RayServeException
 except ModuleNotFoundError as missing:
-    raise ModuleNotFoundError(
-        f"Serving on a Ray cluster needs further packages ({missing.name}): pip install 'nnsight[ray]'."
-    ) from missing
+    raise ModuleNotFoundError(f"Serving on a Ray cluster needs further packages ({missing.name}): pip install 'nnsight[ray]'.") from missing
 
 _log = logging.getLogger("nnsight.remote.server")
 
-#: Errors about a job, by name; others are faults of the server.
+#: Errors about a job, by name. Other errors are faults of the server.
 _ERRORS = {kind.__name__: kind for kind in (InvalidProgramError, ExecutionFailedError, TimeLimitError, EngineLostError)}
 
-#: Groups that a replica with an engine of vLLM runs at a time.
-_WIDTH = 64
+#: How many groups a replica with a vLLM engine runs at a time.
+_VLLM_WIDTH = 64
 
-#: Interval of the checks for running replicas, in seconds.
-_WATCH = 2.0
+#: Interval between checks of the replicas' states, in seconds.
+_CHECK_INTERVAL = 2.0
 
 
 class Replica:
-    """The process of a replica; ``build`` makes its engine."""
+    """The part of a replica that runs in its process. ``build`` creates the engine."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._engine = build()
 
     async def execute(self, payloads: list[bytes], seconds: float) -> AsyncIterator[tuple[str, int, Any]]:
-        """Run payloads of one kind; yield ``("log" | "result" | "error", number of the payload, content)``.
+        """Run payloads of one kind. Yields ``("log" | "result" | "error", number of the payload, content)``.
 
-        If the caller goes away, the run is interrupted, and this replica is free when it has ended.
+        If the caller disconnects, the run is interrupted, and the replica is free once the run has ended.
         """
         said: asyncio.Queue[tuple[str, int, Any] | None] = asyncio.Queue()
         logs = [lambda line, number=number: said.put_nowait(("log", number, line)) for number in range(len(payloads))]
@@ -81,7 +80,7 @@ class Replica:
                 yield "result", number, outcome
 
     def check_health(self) -> None:
-        """Raise if this replica has to be replaced; Serve calls this from time to time."""
+        """Raise a ``RuntimeError`` if this replica must be replaced. Serve calls this method regularly."""
         if not self._engine.healthy:
             raise RuntimeError("The engine of this replica hangs.")
 
@@ -89,7 +88,7 @@ class Replica:
 def _described(error: Exception) -> tuple[str, str]:
     kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), type(error).__name__)
     if kind not in _ERRORS:
-        _log.error("a job met a fault of the server", exc_info=error)
+        _log.error("a job failed because of the server", exc_info=error)
     return kind, str(error)
 
 
@@ -98,7 +97,7 @@ def _error(kind: str, message: str) -> Exception:
 
 
 class RayEngine:
-    """The engine of a model with replicas: an application of Ray Serve. All replicas together run ``width`` groups at a time."""
+    """The engine of a model with replicas: an application of Ray Serve. All replicas together run up to ``width`` groups at a time."""
 
     def __init__(self, name: str, handle: Any, kinds: Callable[[bytes], Hashable | None], width: int) -> None:
         self.width = width
@@ -122,13 +121,13 @@ class RayEngine:
         except TaskCancelledError as error:
             raise TimeLimitError("The run was ended.") from error
         except (RayError, RayServeException) as error:
-            if isinstance(error, RayTaskError):  # a Python error in a replica, which is still there
+            if isinstance(error, RayTaskError):  # a Python error in a replica that is still alive
                 raise
             _log.warning("a replica was lost", extra={"application": self._name, "error": str(error)[:500]})
             raise EngineLostError("The replica that ran the job was lost.") from error
         finally:
             del self._streams[id(payloads)]
-            if len(outcomes) < len(payloads):  # its results are not needed any more
+            if len(outcomes) < len(payloads):  # interrupted: the remaining results are no longer needed
                 stream.cancel()
         return [outcomes[number] for number in range(len(payloads))]
 
@@ -144,27 +143,27 @@ class RayEngine:
             serve.delete(self._name)
 
     def _watch(self) -> None:
-        while not self._closing.wait(_WATCH):
+        while not self._closing.wait(_CHECK_INTERVAL):
             try:
                 deployments = serve.status().applications[self._name].deployments.values()
                 healthy = any(found.replica_states.get("RUNNING", 0) for found in deployments)
-            except Exception as error:  # the cluster does not answer
+            except Exception as error:  # such as a cluster that does not answer
                 _log.debug("no status of %s: %r", self._name, error)
                 healthy = False
             if healthy != self.healthy:
-                event = "replicas are there again" if healthy else "no replica runs"
+                event = "a replica is running again" if healthy else "no replica is running"
                 _log.warning(event, extra={"application": self._name})
             self.healthy = healthy
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[None]:
-    """Join the Ray cluster that ``RAY_ADDRESS`` names, or run one on this machine while the context is open."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no statistics
+    """Join the Ray cluster at ``RAY_ADDRESS``, or run a cluster on this machine while the context is open."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     mine = not ray.is_initialized()
     if mine:
         ray.init(include_dashboard=False, log_to_driver=False, configure_logging=False)
-    serve.start(proxy_location="Disabled")  # the gateway is the only way in
+    serve.start(proxy_location="Disabled")  # only the gateway accepts requests
     try:
         yield
     finally:
@@ -184,11 +183,11 @@ def deploy(
     gpus: float = 0.0,
     width: int = 1,
 ) -> RayEngine:
-    """Start the replicas of a model within :func:`cluster`, and return their engine when the first is ready.
+    """Start the replicas of a model within :func:`cluster`, and return their engine when the first replica is ready.
 
-    ``build`` makes the engine of a replica, in its process; ``kinds`` finds the kind of a program. ``replicas`` are the least and the most,
-    each with so many ``cpus`` and ``gpus``, for ``width`` groups at a time. An existing application of this name is replaced. Raises
-    ``RuntimeError`` if none starts.
+    ``build`` creates the engine of a replica, in its process, and ``kinds`` returns the kind of a program. ``replicas`` are the minimum and
+    maximum number. ``cpus``, ``gpus`` and ``width``, the number of groups that run at a time, are for each replica. An existing application
+    for the same key is replaced. Raises a ``RuntimeError`` if no replica starts.
     """
     least, most = replicas
     scaling: dict[str, Any] = {"num_replicas": least}
@@ -201,7 +200,7 @@ def deploy(
         max_ongoing_requests=width,
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         health_check_period_s=5,
-        graceful_shutdown_timeout_s=120,  # an idle replica that is ended may have got a job just now
+        graceful_shutdown_timeout_s=120,  # an idle replica may get a job at the moment when it is ended
         **scaling,
     )(Replica)
     handle = serve.run(deployment.bind(build), name=name, route_prefix=None)
@@ -211,12 +210,15 @@ def deploy(
 def deploy_model(
     name: str, revision: str, options: dict[str, Any], *, build: Callable[[], Engine] | None = None, **scaling: Any
 ) -> tuple[ModelKey, RayEngine]:
-    """Start replicas of a language model, as :func:`deploy`; raise ``OSError`` if it cannot be loaded. This process has no weights."""
+    """Start replicas of a language model, see :func:`deploy`; ``build`` replaces the default engine. This process loads no weights.
+
+    Raises an ``OSError`` if the model cannot be loaded.
+    """
     key, structure = load(name, revision, dispatch=False, **options)
 
-    def usual() -> Engine:
+    def default_engine() -> Engine:
         return engine_of(load(name, revision, **options)[1], name=f"nnsight-engine {name}")
 
     if build is None:
-        return key, deploy(key, usual, functools.partial(kind_of, structure), **scaling)
-    return key, deploy(key, build, lambda payload: None, width=_WIDTH, **scaling)
+        return key, deploy(key, default_engine, functools.partial(kind_of, structure), **scaling)
+    return key, deploy(key, build, lambda payload: None, width=_VLLM_WIDTH, **scaling)

@@ -1,7 +1,7 @@
 """Runs a server until a signal stops it.
 
 The first SIGTERM (or Ctrl-C) drains: no more jobs are accepted, running jobs have some time to end, and waiting jobs stay on disk.
-The second stops at once.
+The second signal stops the server at once.
 """
 
 from __future__ import annotations
@@ -35,12 +35,10 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class GatewayServer(uvicorn.Server):
-    """A server that drains its gateway before it stops; port 0 takes a free port."""
+    """A web server that drains its gateway before it stops. Port 0 chooses a free port."""
 
-    def __init__(
-        self, gateway: Gateway, door: Door, host: str = "127.0.0.1", port: int = 5001, more: Sequence[Route] = ()
-    ) -> None:
-        sockets: Any = {"ws_max_size": LONGEST_FRAME, "ws_per_message_deflate": False}  # tensors hardly get smaller
+    def __init__(self, gateway: Gateway, door: Door, host: str = "127.0.0.1", port: int = 5001, more: Sequence[Route] = ()) -> None:
+        sockets: Any = {"ws_max_size": LONGEST_FRAME, "ws_per_message_deflate": False}  # tensors hardly compress
         quiet: Any = {"log_config": None, "access_log": False, "server_header": False}
         app = create_app(gateway, door, more)
         super().__init__(uvicorn.Config(app, host, port, timeout_graceful_shutdown=5, **sockets, **quiet))
@@ -56,7 +54,7 @@ class GatewayServer(uvicorn.Server):
     def _drain(self, sig: int) -> None:
         async def drain() -> None:
             await self.gateway.drain()
-            await asyncio.sleep(0.2)  # for the last messages
+            await asyncio.sleep(0.2)  # time to send the last messages
             uvicorn.Server.handle_exit(self, sig, None)
 
         if self._draining is None:
@@ -64,7 +62,7 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """The port it listens on, once it has started."""
+        """The port on which the server listens, once it has started."""
         return int(self.servers[0].sockets[0].getsockname()[1])
 
 
@@ -75,16 +73,19 @@ def in_background(
     door: Door | None = None,
     more: Sequence[Route] = (),
 ) -> Iterator[str]:
-    """Serve models of this process in a thread, to this machine, while the context is open: for examples, tests and notebooks.
+    """Serve models in a thread, for clients on this machine, while the context is open. For examples, tests and notebooks.
 
     Args:
         engines: The engine of each model, see :func:`~.models.engine_of`.
         spool: Folder of the jobs.
-        door: Checks keys; by default everybody on this machine is admitted.
+        door: Checks keys; by default, no key is needed.
         more: Further routes, such as those of :func:`~nnsight.remote.openai.routes.openai_routes`.
 
     Yields:
-        The address.
+        The address of the server.
+
+    Raises:
+        OSError: If the server does not start.
     """
     server = GatewayServer(Gateway(engines, Spool(spool)), door or OpenDoor(), port=0, more=more)
     thread = threading.Thread(target=server.run, name="nnsight-server", daemon=True)
@@ -101,19 +102,19 @@ def in_background(
 
 
 def door_for(host: str, api_keys: Path | None, no_keys: bool) -> Door:
-    """Return the door of a server on ``host``; raise a :class:`ValueError` if other machines could use it without a key by mistake."""
+    """Return the door of a server on ``host``. Raises a ``ValueError`` for other machines without keys, unless ``no_keys`` allows it."""
     if api_keys is not None:
         return KeyFile(api_keys)
     if host not in _LOOPBACK and not no_keys:
         raise ValueError(
-            f"Anybody who reaches {host} could run jobs here. Pass --api-keys FILE (`nnsight keys add FILE --name NAME` makes one), "
-            "or --no-keys if this is meant."
+            f"Anybody who can reach {host} could run jobs here. Pass --api-keys FILE (`nnsight keys add FILE --name NAME` creates one), "
+            "or --no-keys to allow this."
         )
     return OpenDoor()
 
 
 def log_json() -> None:
-    """Write the logs of this package and of the web server as lines of JSON to standard error."""
+    """Write the logs of this package and of the web server to standard error, as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines())
     for name in ("nnsight", "uvicorn", "uvicorn.error"):
@@ -133,13 +134,15 @@ def serve(
     settings: Settings | None = None,
     more: Sequence[Route] = (),
 ) -> None:
-    """Serve models until a signal ends it; arguments are those of :func:`in_background`, and ``capacity``: most bytes of the jobs on disk,
-    and ``settings``.
+    """Serve models until a signal ends the server.
+
+    The arguments are those of :func:`in_background`, and: the address ``host`` and ``port`` on which the server listens; ``capacity``, the
+    maximum size of all payloads and results on disk, in bytes; ``settings`` of the operator.
 
     Raises:
-        OSError: If the address is taken, or the folder cannot be written.
+        OSError: If the address is in use, or if the folder cannot be written.
     """
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:  # uvicorn would exit instead
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:  # raises, where uvicorn would exit the process
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, port))
     gateway = Gateway(engines, Spool(spool, capacity), settings)

@@ -1,8 +1,9 @@
-"""WebSockets: each sends one client the messages of its jobs, and accepts short jobs.
+"""WebSockets: each sends the messages of jobs to one client, and accepts short jobs from it.
 
-The first frame of a socket has its ``session_id``. The socket has the messages of jobs that were submitted with that id or through it. A
-client that lost its socket opens another one with ``?job=...&after=...`` and continues after the last message that it saw. Each job of
-a socket has its own reader (:meth:`ServerJob.follow`), so a slow client delays itself only. One that does not read is cut off.
+The first frame of a socket contains its ``session_id``. The socket sends the messages of jobs that were submitted with this id or through
+the socket. A client that lost its socket opens another one with ``?job=...&after=...`` and continues after the last message that it saw.
+Each job of a socket has its own reader (:meth:`ServerJob.follow`), so a slow client delays only itself. If a client accepts no message
+for some time, the server closes the socket.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .spool import SHORT
 
 _log = logging.getLogger("nnsight.remote.server")
 
-#: Most bytes of a frame of a client: a short payload and an envelope.
+#: Maximum size of a frame from a client, in bytes: a short payload and an envelope.
 LONGEST_FRAME = SHORT + 2**13
 
 
@@ -43,8 +44,8 @@ class _Session:
         self._sending = asyncio.Lock()
 
     def add(self, job: ServerJob, after: int) -> bool:
-        """Send the messages of a job; return whether that is possible, because the socket may be ending."""
-        reader = self._tell(job, after)
+        """Begin to send the messages of a job. Returns False if the socket is closing."""
+        reader = self._send_messages(job, after)
         try:
             self._readers.create_task(reader)
         except RuntimeError:
@@ -53,19 +54,19 @@ class _Session:
         return True
 
     async def feed(self, only: tuple[ServerJob, int] | None) -> None:
-        """Send messages of the jobs of the session until it is cut off; or of ``only`` one, after a message."""
+        """Send messages until the task is cancelled. ``only`` is a job and a message number: send only this job's later messages."""
         hello: dict[str, Any] = {"session_id": self.id}
         if only is None and self._packs:
             self._takes = hello["takes"] = SHORT
         async with self._readers:
             await self._websocket.send_json(hello)
             if only is not None:
-                await self._tell(*only)
+                await self._send_messages(*only)
                 return
             await asyncio.Event().wait()
 
     async def listen(self) -> None:
-        """Accept jobs; return when the client goes away or violates the protocol."""
+        """Accept jobs. Returns when the client disconnects or violates the protocol."""
         while True:
             frame = (await self._websocket.receive()).get("bytes")
             if frame is None or not self._takes:
@@ -79,9 +80,9 @@ class _Session:
                 self.add(job, 0)
 
     async def _submit(self, frame: bytes) -> ServerJob:
-        """Return the job in a frame, when it is secured or has ended; raise a :class:`RefusedError` if it is not accepted."""
+        """Submit the job in a frame, and return it when it is synced or has ended. Raises a :class:`RefusedError` if it is refused."""
         headers = self._websocket.headers
-        account = self._door.admit(headers.get(KEY_HEADER))  # the key may have been withdrawn
+        account = self._door.admit(headers.get(KEY_HEADER))  # checked again: the key may have been removed meanwhile
         if account is None:
             raise RefusedError(401, "key", BAD_KEY)
         try:
@@ -96,7 +97,7 @@ class _Session:
         await self._gateway.secure(job, listened=True)
         return job
 
-    async def _tell(self, job: ServerJob, after: int) -> None:
+    async def _send_messages(self, job: ServerJob, after: int) -> None:
         async for messages in job.follow(after):
             for ready in [messages] if self._packs else [[message] for message in messages]:
                 result = await self._result(job, ready[-1])
@@ -105,17 +106,17 @@ class _Session:
                 await self._send(ready, result)
 
     async def _result(self, job: ServerJob, message: Message) -> bytes | None:
-        """Return the result that is sent along with a message."""
+        """Return the result that is sent together with ``message``, or None."""
         size = job.result_size
         if message["status"] != JobStatus.COMPLETED.value or size is None or size > self._gateway.settings.inline:
             return None
-        known = job.result  # another thread may remove it
+        known = job.result  # read once: another thread may remove it
         if known is not None:
             return known
         return self._gateway.spool.result(job) if size < SHORT else await asyncio.to_thread(self._gateway.spool.result, job)
 
     async def _send(self, content: Any, binary: bytes | None = None) -> None:
-        """Send a packet; to clients without packets the one message in ``content``, and then its result."""
+        """Send a packet. A client without packets gets a frame for the only message in ``content``, and one for its result."""
         async with self._sending, asyncio.timeout(self._gateway.settings.send):
             if self._packs:
                 await self._websocket.send_bytes(join_packet(content, binary or b""))
@@ -134,16 +135,16 @@ class Sessions:
         gateway.metrics.sockets.set_function(lambda: len(self._open))
 
     def attach(self, session_id: str, job: ServerJob, account: Account) -> bool:
-        """Send messages of ``job`` on a socket; return whether it is there. If it is gone, its client will reconnect and ask."""
+        """Send the messages of ``job`` on a socket. Returns False if the socket is gone; then its client reconnects and asks."""
         session = self._open.get(session_id)
         if session is None or session.account.name != account.name:
             return False
         return session.add(job, job.messages[0]["number"])
 
     async def serve(self, websocket: WebSocket, account: Account, job: ServerJob | None, after: int) -> None:
-        """Accept a socket and send messages until it closes; for ``job``, until that is finished."""
+        """Accept a socket and serve it until it closes. With ``job``, send only its messages after ``after``, until it is finished."""
         if len(self._open) >= self._gateway.settings.sockets:
-            detail = "The server has as many connections as it can take. Try again later."
+            detail = "The server has reached its maximum number of connections. Try again later."
             await websocket.send_denial_response(JSONResponse({"detail": detail}, 503))
             return
         await websocket.accept()
@@ -159,7 +160,7 @@ class Sessions:
                 task.cancel()
             for failure in await asyncio.gather(feeding, listening, return_exceptions=True):
                 if isinstance(failure, Exception):
-                    _log.info("a socket was cut off", extra={"error": repr(failure)})
+                    _log.info("a socket was closed after an error", extra={"error": repr(failure)})
             if websocket.client_state is websocket.application_state is WebSocketState.CONNECTED:
                 with contextlib.suppress(RuntimeError, TimeoutError, WebSocketDisconnect):
                     await asyncio.wait_for(websocket.close(), 1.0)

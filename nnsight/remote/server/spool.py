@@ -1,15 +1,15 @@
-"""Jobs on disk: accepted jobs survive the end of the process, and results do not fill the memory.
+"""The spool: jobs on disk. Accepted jobs survive the end of the process, and results do not fill the memory.
 
-A SQLite database, ``jobs.sqlite``, has the record of each job with its status, and short payloads and results. Long ones are files beside
-it, ``ID.payload`` and ``ID.result``, written under another name and then renamed. So each is there as a whole or not at all, also after a
-kill.
+A SQLite database, ``jobs.sqlite``, contains the record of each job with its status, and short payloads and results. Long payloads and
+results are files in the same folder, ``ID.payload`` and ``ID.result``. They are written under another name and then renamed. So even after
+a kill, each file is complete or does not exist.
 
-A sync takes the disk several milliseconds, and no job waits for it: a job may run before :meth:`Spool.settle` has returned, but the client
-hears only then that it was received. A payload is removed after the sync of the result; until then the job could run again. SQLite writes
-to its log first (``journal_mode=WAL``) and does not sync it (``synchronous=NORMAL``), so a sync of ``jobs.sqlite-wal`` secures all that was
-written before.
+A sync of the disk takes several milliseconds, and no job waits for it. A job may run before :meth:`Spool.settle` returns, but the client is
+told only then that the job was received. A payload is removed after the sync of the result; until then the job could run again. SQLite
+writes to its log first (``journal_mode=WAL``) and does not sync the log (``synchronous=NORMAL``). So one sync of ``jobs.sqlite-wal``
+secures everything that was written before.
 
-A full disk is an ordinary event: the job that did not fit is refused or fails with a message, and nothing of it stays.
+A full disk is an ordinary event: the job that does not fit is refused or fails with a message, and its data is removed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .jobs import ServerJob
 
 _log = logging.getLogger("nnsight.remote.server")
 
-#: Length from which on payloads and results are files.
+#: Payloads and results below this size, in bytes, are short; others are files.
 SHORT = 2**16
 
 _SCHEMA = """
@@ -51,9 +51,10 @@ class StorageFullError(OSError):
 
 
 class Spool:
-    """The folder of the jobs, made for its owner only if it does not exist; ``capacity`` is the most bytes of all payloads and results.
+    """The folder of the jobs, created for its owner only if it does not exist. Several threads may use it.
 
-    Several threads may use it. Raises ``OSError`` if the folder or its database cannot be used.
+    ``capacity`` is the maximum size of all payloads and results together, in bytes. Raises an ``OSError`` if the folder or its database
+    cannot be used.
     """
 
     def __init__(self, folder: str | os.PathLike[str], capacity: int = 16 * 2**30) -> None:
@@ -67,7 +68,7 @@ class Spool:
         database = os.path.join(self._root, "jobs.sqlite")
         self._log_of_writes = f"{database}-wal"
         with _translated():
-            # Two connections: the event loop reads and never waits for a transaction of another thread.
+            # Two connections, so that reads of the event loop never wait for a transaction of another thread.
             self._writer = _connect(database)
             self._reader = _connect(database)
 
@@ -77,15 +78,15 @@ class Spool:
             self._reader.close()
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # it was not opened
+        with contextlib.suppress(AttributeError):  # the constructor failed
             self.close()
 
     def _count(self, job_id: str, size: int, most: float = math.inf) -> None:
-        """Note the bytes of a job, 0 for one that is removed; raise if this makes more than ``most`` in all."""
+        """Set the size of a job's data, 0 to remove the job. Raises a :class:`StorageFullError` if the total would exceed ``most``."""
         with self._counting:
             used = self.used - self._sizes.get(job_id, 0) + size
             if used > most:
-                raise StorageFullError(errno.ENOSPC, f"the {most:,} bytes for jobs are used up")
+                raise StorageFullError(errno.ENOSPC, f"the server's {most:,} bytes for jobs are used up")
             self._sizes[job_id], self.used = size, used
             if not size:
                 del self._sizes[job_id]
@@ -93,7 +94,7 @@ class Spool:
     # -- the steps of a job ---------------------------------------------------------------------------------------------
 
     def admit(self, jobs: Sequence[tuple[ServerJob, IO[bytes]]]) -> list[OSError | None]:
-        """Write new jobs with their payloads; return for each its error, a :class:`StorageFullError` if there is no room for it."""
+        """Write new jobs with their payloads. Returns the error of each job or None; :class:`StorageFullError` if there is no room."""
         for _, payload in jobs:
             payload.seek(0)
         found = self._keep("payload", [(job, payload, job.size, 0) for job, payload in jobs])
@@ -101,7 +102,7 @@ class Spool:
         return found
 
     def settle(self, jobs: Iterable[ServerJob]) -> None:
-        """Sync jobs: the payloads of unfinished ones, the results of finished ones, and all records."""
+        """Sync jobs to disk: the payloads of unfinished jobs, the results of finished jobs, and all records."""
         for job in jobs:
             name, size = ("result", job.result_size or 0) if job.status.finished else ("payload", job.size)
             if size >= SHORT:
@@ -109,22 +110,22 @@ class Spool:
         self._sync(self._log_of_writes)
 
     def begin(self, jobs: Sequence[ServerJob]) -> list[bytes]:
-        """Record that jobs are about to run, and return their payloads."""
-        self._note(jobs)
+        """Record the start of jobs, and return their payloads."""
+        self._write_records(jobs)
         return list(map(self.payload, jobs))
 
     def payload(self, job: ServerJob) -> bytes:
-        """Return the payload of a job; raise a :class:`FileNotFoundError` if it was removed."""
+        """Return the payload of a job. Raises a :class:`FileNotFoundError` if it was removed."""
         return self._get("payload", job)
 
     def keep_results(self, results: Sequence[tuple[ServerJob, bytes]]) -> list[int | OSError]:
-        """Write results; return the length of each, or its error. A job with a result counts as finished, whatever its record says."""
+        """Write results. Returns the length of each, or its error. On recovery, a job with a result counts as finished."""
         found = self._keep("result", [(job, io.BytesIO(result), len(result), job.size) for job, result in results])
         return [len(result) if error is None else error for (_, result), error in zip(results, found, strict=True)]
 
     def note(self, jobs: Sequence[ServerJob]) -> None:
-        """Write the records of jobs, and remove the payloads of finished ones. Errors are logged; a restart would miss the records."""
-        if not self._note(jobs):
+        """Write the records of jobs, and remove the payloads of finished jobs. Errors are logged; then the records on disk are outdated."""
+        if not self._write_records(jobs):
             return
         finished = [job for job in jobs if job.status.finished]
         try:
@@ -132,7 +133,7 @@ class Spool:
             with self._transaction() as database:
                 database.executemany("DELETE FROM payload WHERE id = ?", [(job.id,) for job in finished])
         except OSError as error:
-            _log.error("jobs that have ended could not be secured", extra={"error": str(error)})
+            _log.error("finished jobs could not be written", extra={"error": str(error)})
             return
         for job in finished:
             if job.size >= SHORT:
@@ -140,11 +141,11 @@ class Spool:
             self._count(job.id, job.result_size or 0)
 
     def result(self, job: ServerJob) -> bytes:
-        """Return the result of a job; raise a :class:`FileNotFoundError` if it has none."""
+        """Return the result of a job. Raises a :class:`FileNotFoundError` if the job has none."""
         return self._get("result", job)
 
     def result_path(self, job: ServerJob) -> Path | None:
-        """Return the file of a long result, ``None`` for a short one."""
+        """Return the file of a long result; ``None`` for a short result."""
         return Path(self._path(job, "result")) if (job.result_size or 0) >= SHORT else None
 
     def remove(self, jobs: Sequence[ServerJob]) -> None:
@@ -164,7 +165,7 @@ class Spool:
             self._count(job.id, 0)
 
     def recover(self) -> list[ServerJob]:
-        """Return the jobs on disk in the order of their submission, and remove data without a job."""
+        """Return the jobs on disk in the order of their submission, and remove data that belongs to no job."""
         found: list[ServerJob] = []
         with self._reading, _translated():
             rows = self._reader.execute("SELECT id, content FROM record").fetchall()
@@ -176,17 +177,17 @@ class Spool:
                 continue
             if kind in ("payload", "result"):
                 (sizes if kind == "payload" else results)[job_id] = path.stat().st_size
-            else:  # an unfinished file
+            else:  # a file whose writing was interrupted
                 path.unlink()
         for job_id, record in rows:
             try:
                 job = ServerJob.from_record(json.loads(record))
                 if job.id != job_id:
                     raise ValueError("the record belongs to another job")
-                if not job.status.finished and job_id in results:  # the record was not written in time
+                if not job.status.finished and job_id in results:  # the process ended before it wrote the record
                     job.complete(results[job_id])
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                _log.warning("a job could not be read back", extra={"job": job_id, "error": str(error)})
+                _log.warning("a job on disk could not be read", extra={"job": job_id, "error": str(error)})
                 continue
             self._count(job.id, sizes.get(job_id, 0) + results.get(job_id, 0))
             found.append(job)
@@ -199,19 +200,19 @@ class Spool:
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """Run the block in a transaction; raise an :class:`OSError` if it cannot be written."""
+        """Run the block in a transaction. Raises an :class:`OSError` if it cannot be written."""
         with self._writing, _translated():
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
                 self._writer.execute("COMMIT")
             except BaseException:
-                if self._writer.in_transaction:  # a full disk ends it
+                if self._writer.in_transaction:  # SQLite rolls back by itself if the disk is full
                     self._writer.execute("ROLLBACK")
                 raise
 
-    def _note(self, jobs: Sequence[ServerJob]) -> bool:
-        """Write the records of jobs; return whether they are written."""
+    def _write_records(self, jobs: Sequence[ServerJob]) -> bool:
+        """Write the records of jobs. Returns False, and logs the error, if that fails."""
         records = [(json.dumps(job.record()), job.id) for job in jobs]
         try:
             with self._transaction() as database:
@@ -223,24 +224,24 @@ class Spool:
         return True
 
     def _keep(self, table: str, items: Sequence[tuple[ServerJob, IO[bytes], int, int]]) -> list[OSError | None]:
-        """Write payloads or results, given with their lengths and those of the other data of the job; return the error of each."""
+        """Write payloads or results, and return the error of each or None.
+
+        An item is a job, the content, its length, and the length of the job's data that is on disk already.
+        """
         errors: list[OSError | None] = [None] * len(items)
-        for index, (job, content, size, besides) in enumerate(items):
+        for index, (job, content, size, present) in enumerate(items):
             try:
-                self._count(job.id, size + besides, self.capacity)
+                self._count(job.id, size + present, self.capacity)
                 if size >= SHORT:
                     self._write_file(self._path(job, table), content)
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT) and not isinstance(error, StorageFullError)
                 errors[index] = StorageFullError(error.errno, "the disk of the server is full") if full else error
-        rows = {
-            index: (job, content.read() if size < SHORT else None)
-            for index, (job, content, size, _) in enumerate(items)
-            if errors[index] is None
-        }
+        accepted = [(index, *item) for index, item in enumerate(items) if errors[index] is None]
+        rows = {index: (job, content.read() if size < SHORT else None) for index, job, content, size, _ in accepted}
         try:
             self._insert(table, rows.values())
-        except OSError:  # a job that does not fit must not affect others
+        except OSError:  # one job may not fit: try each alone, so that the others succeed
             for index, row in rows.items():
                 try:
                     self._insert(table, [row])
@@ -249,7 +250,7 @@ class Spool:
         return errors
 
     def _insert(self, table: str, rows: Collection[tuple[ServerJob, bytes | None]]) -> None:
-        """Write short payloads or results; with payloads also the records of new jobs."""
+        """Write short payloads or results to the database. With payloads, also write the records of the new jobs."""
         short = [(job.id, content) for job, content in rows if content is not None]
         with self._transaction() as database:
             database.executemany(f"INSERT OR REPLACE INTO {table} VALUES (?, ?)", short)
@@ -270,7 +271,7 @@ class Spool:
 
     @staticmethod
     def _sync(path: str) -> None:
-        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:  # the job may have ended meanwhile
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:  # missing if the job was removed meanwhile
             os.fsync(file.fileno())
 
     @staticmethod
@@ -297,7 +298,7 @@ def _connect(path: str) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def _translated() -> Iterator[None]:
-    """Raise errors of the database as :class:`OSError`."""
+    """Translate errors of the database to :class:`OSError`."""
     try:
         yield
     except sqlite3.Error as error:

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus, and logs as lines of JSON."""
+"""Metrics for Prometheus, and logs as JSON lines."""
 
 from __future__ import annotations
 
@@ -30,26 +30,26 @@ class JsonLines(logging.Formatter):
 
 
 class Metrics:
-    """The metrics of one gateway, in a registry of their own.
+    """The metrics of one gateway, in a registry of its own.
 
-    Labels are models and outcomes, never names of accounts or data of clients.
+    Labels contain models, outcomes and reasons of refusals, but never names of accounts or data of clients.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
-        self.jobs = counter("nnsight_jobs", "Jobs that are finished.", ["model", "outcome"])
-        self.refused = counter("nnsight_refused", "Requests that did not become jobs.", ["reason"])
-        self.retried = counter("nnsight_retried", "Jobs started again after their engine died.", ["model"])
-        self.queued = gauge("nnsight_queued", "Jobs that wait.", ["model"])
-        self.running = gauge("nnsight_running", "Jobs that run.", ["model"])
+        self.jobs = counter("nnsight_jobs", "Finished jobs.", ["model", "outcome"])
+        self.refused = counter("nnsight_refused", "Refused requests.", ["reason"])
+        self.retried = counter("nnsight_retried", "Jobs that were started again after their engine died.", ["model"])
+        self.queued = gauge("nnsight_queued", "Waiting jobs.", ["model"])
+        self.running = gauge("nnsight_running", "Running jobs.", ["model"])
         self.healthy = gauge("nnsight_engine_healthy", "Whether the engine can run jobs.", ["model"])
-        self.waited = histogram("nnsight_wait_seconds", "From submission to start.", ["model"])
-        self.runtime = histogram("nnsight_run_seconds", "From start to end.", ["model"])
+        self.waited = histogram("nnsight_wait_seconds", "Time from the submission of a job to its start.", ["model"])
+        self.runtime = histogram("nnsight_run_seconds", "Time from the start of a run to its end.", ["model"])
         sizes = (1, 2, 4, 8, 16, 32, 64)
         self.together = histogram("nnsight_jobs_per_run", "Jobs that share a run.", ["model"], buckets=sizes)
-        self.received = counter("nnsight_payload_bytes", "Bytes of payloads.")
-        self.results = counter("nnsight_result_bytes", "Bytes of results.")
+        self.received = counter("nnsight_payload_bytes", "Bytes of received payloads.")
+        self.results = counter("nnsight_result_bytes", "Bytes of results that were stored.")
         self.spooled = gauge("nnsight_spool_bytes", "Bytes of payloads and results on disk.")
         self.sockets = gauge("nnsight_sockets", "Open WebSockets.")

@@ -41,6 +41,7 @@ class EngineStep:
         self.counts = _Counts(self.parts)
         self.waited: Any = _Waited(self.parts)
         self.offer = type(self).meet
+        self.interceptions: list[object] = []  # as those of an `Interleaver`
         self._sampling = False
 
     def again(self) -> Self:

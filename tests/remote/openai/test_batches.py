@@ -179,8 +179,8 @@ def test_answers_that_join_and_leave_are_those_of_generate(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (transformers.FalconH1Config(**GROUPED, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8), "of the kind Linear"),
-        (transformers.RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2), "no decoder that generates with a cache"),
+        (transformers.FalconH1Config(**GROUPED, mamba_d_ssm=32, mamba_n_heads=4, mamba_d_head=8, mamba_d_state=8), "of type Linear"),
+        (transformers.RwkvConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2), "not a decoder that generates with a cache"),
     ],
     ids=["falcon-h1", "rwkv"],
 )
@@ -193,7 +193,7 @@ def test_a_model_whose_cache_cannot_be_joined_is_refused_at_the_start(config: An
 def test_an_encoder_with_a_decoder_is_refused() -> None:
     config = transformers.T5Config(vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=16, num_layers=2, num_heads=4, decoder_start_token_id=0)
     model = LanguageModel(transformers.T5ForConditionalGeneration(config).eval())
-    with pytest.raises(ValueError, match="no decoder that generates with a cache"):
+    with pytest.raises(ValueError, match="not a decoder that generates with a cache"):
         Generator(model, "decoder.block", 4, 128)
 
 
@@ -337,7 +337,7 @@ def test_an_edit_is_for_each_step_or_for_the_prompt_and_may_not_count_steps() ->
         options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
         assert answers[0].tokens == edited.generate(ids, **options)[0, 3:].tolist()
     assert found[0] != found[1]
-    with pytest.raises(ValueError, match=r"test_batches.py:\d+ tells the steps of a generation apart"):
+    with pytest.raises(ValueError, match=r"test_batches.py:\d+ distinguishes the steps of a generation"):
         Generator(counting, "model.layers", 2, 128)
 
 

@@ -1,7 +1,7 @@
-"""Writes jobs to the disk: many at a time, beside the event loop.
+"""Writes jobs to disk: in threads beside the event loop, and many jobs at a time.
 
-A change of threads costs a short job more than the work there, and so does a transaction. So the jobs that arrive while the thread is
-busy are written together (:class:`Batches`).
+For a short job, the switch to another thread costs more than the work there, and so does a transaction. So the jobs that arrive while the
+thread is busy are written together (:class:`Batches`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ Item = TypeVar("Item")
 
 
 class Batches(Generic[Item]):
-    """Calls ``function`` in a thread, each time with the items that arrived during the call before.
+    """Calls ``function`` in a thread, each time with the items that arrived during the previous call.
 
-    It returns the error of each item, or ``None`` if there are none; an exception is the error of all items.
+    The function returns a list with the error of each item or ``None``, or just ``None`` if no item failed. An exception counts as the
+    error of all items.
     """
 
     def __init__(self, function: Callable[[Sequence[Item]], Sequence[Exception | None] | None]) -> None:
@@ -32,7 +33,7 @@ class Batches(Generic[Item]):
         self._working: asyncio.Task[None] | None = None
 
     def add(self, item: Item) -> asyncio.Future[None]:
-        """Return a future that is done when the item is. The item is processed even if nothing waits for it."""
+        """Add an item. Returns a future that is done when the item is processed, which also happens if nothing waits for it."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((item, future))
         if self._working is None:
@@ -40,7 +41,7 @@ class Batches(Generic[Item]):
         return future
 
     async def idle(self) -> None:
-        """Return when no items are left."""
+        """Wait until no items are left."""
         while self._working is not None:
             await asyncio.wait([self._working])
 
@@ -53,19 +54,19 @@ class Batches(Generic[Item]):
                 except Exception as failure:
                     errors = [failure] * len(batch)
                 for (_, future), error in zip(batch, errors, strict=True):
-                    if future.done():  # cancelled
+                    if future.done():  # it was cancelled
                         continue
                     if error is None:
                         future.set_result(None)
                     else:
                         future.set_exception(error)
-                        future.exception()  # retrieved, so that asyncio does not log it
+                        future.exception()  # marks it as retrieved, so that asyncio does not log it
         finally:
             self._working = None
 
 
-class Keeper:
-    """Writes jobs to a spool, in threads; ``read`` is called there with each job that was written, and its payload."""
+class JobWriter:
+    """Writes jobs to a spool, in threads. There, ``read`` is called with each new job and its payload, once they are written."""
 
     def __init__(self, spool: Spool, read: Callable[[ServerJob, IO[bytes]], None]) -> None:
         self._spool, self._read = spool, read
@@ -75,11 +76,11 @@ class Keeper:
         self._notes = Batches(self._note)
 
     async def admit(self, job: ServerJob, payload: IO[bytes]) -> None:
-        """Write a new job; raise an :class:`OSError` if it cannot be written, a :class:`~.spool.StorageFullError` if there is no room."""
+        """Write a new job. Raises an :class:`OSError` if that fails, such as a :class:`~.spool.StorageFullError`."""
         if job.size < SHORT:
             payload.seek(0)  # read now: the upload may be closed before the batch is written
             admitting = self._admits.add((job, io.BytesIO(payload.read())))
-        else:  # a long payload would delay the others
+        else:  # alone, because it would delay the short payloads of a batch
             admitting = Batches(self._admit).add((job, payload))
         try:
             await asyncio.shield(admitting)
@@ -88,13 +89,13 @@ class Keeper:
             raise
 
     def settle(self, job: ServerJob, drop: Callable[[], bool]) -> None:
-        """Sync a job. If the disk fails, ``drop`` removes the job, unless it runs already."""
+        """Begin to sync a job. If that fails, ``drop`` removes the job and returns True, unless the job runs already."""
 
         def settled(settling: asyncio.Future[None]) -> None:
             del self._settling[job]
             error = settling.exception()
             if error is not None:
-                _log.error("a job could not be secured", extra={"job": job.id, "error": str(error)})
+                _log.error("a job could not be synced", extra={"job": job.id, "error": str(error)})
                 if drop():
                     job.dropped = getattr(error, "strerror", None) or "it could not be written"
 
@@ -102,8 +103,10 @@ class Keeper:
         settling.add_done_callback(settled)
 
     async def secured(self, job: ServerJob, listened: bool) -> None:
-        """Return when a job is synced or dropped. A job with a client that has ``listened`` may have ended instead: a short job is faster
-        than the disk, its client knows the result, and nothing can be lost.
+        """Wait until a job is synced or dropped.
+
+        If ``listened``, a client gets the messages of the job, and the end of the job suffices: a short job is faster than the disk, and
+        once its client has the result, nothing can be lost.
         """
         settling = self._settling.get(job)
         if settling is not None:
@@ -111,11 +114,11 @@ class Keeper:
             await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
 
     def note(self, job: ServerJob) -> None:
-        """Write the state of a job that has ended."""
+        """Begin to write the state of a job that has ended."""
         self._notes.add(job)
 
     async def idle(self) -> None:
-        """Return when everything is written."""
+        """Wait until everything is written."""
         for batches in (self._admits, self._settles, self._notes):
             await batches.idle()
 

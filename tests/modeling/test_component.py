@@ -215,6 +215,6 @@ def test_what_a_part_cannot_do_is_refused(x: torch.Tensor) -> None:
             model.two.output.save()
     removed = model.two
     del model._module.two
-    with pytest.raises(ValueError, match=r"`model\.two` is no module of the model"):
+    with pytest.raises(ValueError, match=r"The model has no module at `model\.two`"):
         with removed.trace(x):
             removed.output.save()

@@ -448,7 +448,7 @@ def test_a_file_that_is_not_there(model: NNsight, tmp_path: Path) -> None:
     with model.edit() as edited:
         model.layers[0].output[:] = 0
     edited.export_edits("net", tmp_path, variant="zero")
-    with pytest.raises(FileNotFoundError, match="no exported edits at .*There are the variants zero"):
+    with pytest.raises(FileNotFoundError, match="no exported edits at .*These variants exist: zero"):
         model.import_edits("net", tmp_path)
     with pytest.raises(FileNotFoundError, match="no exported edits at"):
         model.import_edits(tmp_path / "nowhere" / "x.safetensors")

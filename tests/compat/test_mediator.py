@@ -417,5 +417,5 @@ def test_a_mediator_travels_before_its_run(seen: list[Any], way: Callable[[Media
     offer(arrived, torch.ones(3), torch.ones(3) * 2)
     assert [value.tolist() for value in seen] == [[3.0, 3.0], [6.0, 6.0]]
     offer(mediator, torch.zeros(3), torch.zeros(3))
-    with pytest.raises(ValueError, match="has begun already: copy or pickle a mediator before its run"):
+    with pytest.raises(ValueError, match="has already started: copy or pickle a mediator before its run"):
         way(mediator)

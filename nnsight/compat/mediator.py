@@ -182,7 +182,7 @@ class Mediator(runtime.Mediator):
     def _check(self, event: tuple[Events, Any]) -> None:
         """Raise ``ValueError`` unless the block waits with this event; only the block itself can make another request."""
         if self._event() != event:
-            raise ValueError(f"The block waits with {self._event()}, and only the block can change this: {event} does not match.")
+            raise ValueError(f"The block waits with {self._event()}. Only the block can change this: it cannot be answered as {event}.")
 
     def handle(self, provider: str, value: Any = None) -> Any:
         """Offer ``value`` to this block alone, without counting the occurrence; return the value with the block's edits."""

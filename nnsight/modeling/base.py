@@ -336,7 +336,7 @@ class NNsight(Editable):
         Inside a function under ``torch.compile``, model and edits become part of the graph of that function.
         """
         if is_compiling():
-            from ..fx.inlining import call_edited  # must come first: the import tells dynamo how to treat the active run
+            from ..fx.inlining import call_edited  # first: the import tells dynamo what the active run is
 
             return call_edited(self, args, kwargs) if self._edits_apply() else super().__call__(*args, **kwargs)
         if self._edits_apply():

@@ -298,7 +298,7 @@ def test_the_caches_of_a_block(rows: Rows, compile: bool) -> None:
     for values, expected in ((cache["model.0"].output, rows._module[0]), (cache["model.0"].input, lambda x: x)):
         assert len(values) == 2
         assert torch.allclose(values[0], expected(ONE)) and torch.allclose(values[1], expected(TWO))
-    with pytest.raises(ValueError, match="is in no run"):
+    with pytest.raises(ValueError, match="is not in a run"):
         mediators[0].set_user_cache(cache)
 
 

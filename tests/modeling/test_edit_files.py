@@ -455,7 +455,7 @@ def test_a_file_that_is_not_there(model: NNsight, tmp_path: Path) -> None:
 
 
 def test_a_file_and_a_folder_contradict_each_other(model: NNsight, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a file already"):
+    with pytest.raises(ValueError, match="is the path of a file"):
         model.import_edits("x.safetensors", export_dir=tmp_path)
 
 

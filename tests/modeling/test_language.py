@@ -504,7 +504,7 @@ def test_options_set_on_the_tokenizer(gpt2: Module, tokenizer: Any) -> None:
     model = LanguageModel(gpt2, tokenizer, tokenizer_kwargs={"padding_side": "right", "truncation_side": "left"})
     assert model.tokenizer.padding_side == "right"
     assert prepared(model, TEXT, truncation=True, max_length=2)["input_ids"].tolist() == [tokenizer(TEXT)["input_ids"][-2:]]
-    with pytest.raises(TypeError, match="there is none"):
+    with pytest.raises(TypeError, match="has no tokenizer"):
         LanguageModel(gpt2, tokenizer_kwargs={"padding_side": "right"})
 
 
@@ -604,7 +604,7 @@ def test_the_class_that_loads_by_its_name_and_options_of_the_tokenizer(saved: Pa
     assert type(model._module).__name__ == "GPT2Model"
     model = LanguageModel(str(saved), tokenizer_kwargs={"padding_side": "right", "model_max_length": 7})
     assert (model.tokenizer.padding_side, model.tokenizer.model_max_length) == ("right", 7)
-    with pytest.raises(ValueError, match="no class 'NoSuchModel'"):
+    with pytest.raises(ValueError, match="automodel='NoSuchModel': transformers has no class"):
         LanguageModel(str(saved), automodel="NoSuchModel")
 
 

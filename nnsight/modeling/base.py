@@ -1,4 +1,8 @@
-"""The root of an envoy tree: any ``torch.nn.Module``, traced eagerly or compiled."""
+"""The root of an envoy tree: a wrapped ``torch.nn.Module``, traced eagerly or compiled.
+
+:class:`NNsight` makes the tracers. A tracer asks it for the driver when the trace runs, to prepare the input, and to join the inputs of
+several invokes. Subclasses define how models load and which inputs they take.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ class NNsight(Editable):
     Args:
         module: The model. A module that was compiled with ``torch.compile`` or ``Module.compile`` is recognised:
             traces then run compiled too, with the same options.
-        path: The prefix of its locations, in printed locations and caches, too.
+        path: The prefix of the locations of the model, for example in caches and in error messages.
         interleaver: None, as for :class:`Envoy`.
         rename: Further names for modules, by path or class: ``{"transformer.h": "layers"}`` lets ``model.layers`` stand for
             ``model.transformer.h``, ``{"mlp": "feedforward"}`` names every ``mlp``; see :mod:`nnsight.envoy.renaming`.
@@ -83,7 +87,7 @@ class NNsight(Editable):
         if options:
             raise TypeError(f"{type(self).__name__}() got unknown options {sorted(options)}.")
         chosen = compile_options(compile)
-        # By name: without dynamo imported (it takes a second) there are no such modules.
+        # Compared by name, because the import of dynamo takes a second. Without this import, there are no such modules.
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             from ..fx.torch_compat import options_of_compiled
 
@@ -168,15 +172,15 @@ class NNsight(Editable):
             compile: Whether this trace runs compiled; by default as chosen with :meth:`compile`. ``"background"`` runs the code
                 that is ready, while the whole graph is lowered in the background.
             backend: Where the block runs; in this process by default.
-            remote: Send the block as data to a server (docs/remote.md): ``True`` to the one of ``CONFIG.API.HOST``, an address to that
-                server. ``"local"`` records, checks and runs the block in this process, as a server does. ``"program"`` only records
+            remote: Send the block as data to a server (docs/remote.md): ``True`` for that of ``CONFIG.API.HOST``, or the address of
+                another. ``"local"`` records, checks and runs the block in this process, as a server does. ``"program"`` only records
                 it, for ``tracer.program``.
             blocking: Wait for the results of a remote trace; see :class:`~nnsight.remote.client.remote_backend.RemoteBackend`, also for
                 ``job_id=`` and ``verbose=`` of a remote trace.
             scan: Run the model on fake tensors first; ``_fake_output`` and ``_fake_inputs`` of the envoys then have the sizes.
             validate: Run the block on fake tensors first, as in :meth:`scan`, so that its errors are raised before the model
-                runs or is loaded. This run works on copies of the variables, and of the lists, dicts and sets in them. Its
-                effects on other objects, and its output, happen twice.
+                runs or is loaded. This run works on copies of the variables, and of the lists, dicts and sets in them. Effects
+                of the block on other objects, and prints, happen twice.
             program: Record the block as a program (docs/programs.md), and run the program. It is then ``tracer.program``.
             fn: A function to call instead of the model, or the name of a method of the wrapped module. The function can call the model,
                 or modules of it, any number of times.
@@ -190,7 +194,7 @@ class NNsight(Editable):
         if not trace:
             if any((compile is not None, backend, remote, not blocking, scan, validate, program, fn, tracer_cls)):
                 raise ValueError("trace(trace=False) is a plain call of the model: pass its input alone, no options of traces.")
-            self._driver(None)  # loads a lazy model: its input is moved to the device of the weights
+            self._driver(None)  # loads a lazy model, to whose device the input is moved
             args, kwargs = self._prepare_input(*args, **kwargs)[:2]
             return self(*args, **kwargs)
         if fn is not None and (scan or validate):
@@ -332,7 +336,7 @@ class NNsight(Editable):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model with its edits, compiled if :meth:`compile` was called.
 
-        Inside a block of its own, the model is applied to the block's values, without edits and without locations.
+        Inside a block on this model, the module is applied to the block's values, without edits, and no location occurs.
         Inside a function under ``torch.compile``, model and edits become part of the graph of that function.
         """
         if is_compiling():

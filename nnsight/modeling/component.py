@@ -62,7 +62,7 @@ class Subtree:
 
     @property
     def root(self) -> torch.nn.Module:
-        """The module that is at the path now."""
+        """The current module at the path; raises ``ValueError`` if there is none."""
         version = self.whole.version
         if self._known is None or self._known[0] != version:
             module = self.whole.module_at(self.path)

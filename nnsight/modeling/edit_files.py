@@ -3,8 +3,8 @@
 An edit file is a safetensors file with the tensors that the edits use. Its header has, as JSON, the text of each block and the values of
 its variables (:mod:`nnsight.tracing.excerpt`, :mod:`nnsight.modeling.values`). Nothing in it is pickled.
 
-To read a file is to compile its blocks and to import the modules that they name, and a model with imported edits runs the blocks. So **an
-edit file is a program**: import files only from people whose Python scripts you would run.
+Reading a file compiles its blocks and imports the modules that they name, and a model with imported edits runs the blocks. So **an edit
+file is a program**: import files only from people whose Python scripts you would run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def edit_file(model: NNsight, name: Any, export_dir: Any, variant: str) -> Path:
 
 
 def write_edits(model: NNsight, path: Path) -> None:
-    """Write the edits of ``model`` to a file. An edit that cannot be written is an error before the file is touched."""
+    """Write the edits of ``model`` to a file. If an edit cannot be written, the file does not change."""
     if not model._edits:
         raise ValueError(
             "The model has no edits to export. `model.edit()` edits a copy, which `as` binds: export the edits of the copy, or edit "
@@ -75,7 +75,7 @@ def write_edits(model: NNsight, path: Path) -> None:
 
 
 def read_edits(model: NNsight, path: Path) -> list[Edit]:
-    """Return the edits in a file, as edits of ``model``; errors are those of :meth:`.Editable.import_edits`."""
+    """Return the edits in a file, as edits of ``model``; raises the errors of :meth:`.Editable.import_edits`."""
     if not path.is_file():
         variants = sorted(file.stem for file in path.parent.glob("*" + SUFFIX)) if path.parent.is_dir() else []
         there = f" These variants exist: {', '.join(variants)}." if variants else ""

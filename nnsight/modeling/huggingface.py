@@ -89,7 +89,7 @@ def loading_options(options: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: If ``device`` and ``device_map`` are both given.
-        ImportError: If a quantised type is asked for without its package.
+        ImportError: If a quantised dtype is requested, and bitsandbytes is not installed.
     """
     made = dict(options)
     if "torch_dtype" in made:  # the former name; transformers warns about it

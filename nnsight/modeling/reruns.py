@@ -1,8 +1,8 @@
 """Second runs of blocks: ``tracer.program`` runs a block once more, on fake tensors, with the variables and inputs of its trace.
 
-The record of them keeps no object of the user alive. Numbers and strings are kept as they are. Of lists, tuples and dicts it keeps copies
-with the content before the block ran, and of tensors and all other objects weak references. An input tensor that no longer exists is
-replaced by one of the same size, dtype and device, since a run on fake tensors ignores values. A variable that is gone is an error.
+The record of a trace keeps no object of the user alive. It contains numbers and strings themselves, the content of lists, tuples and dicts
+before the block ran, and weak references to tensors and all other objects. An input tensor that no longer exists is replaced by one of the
+same size, dtype and device, since a run on fake tensors ignores values. A variable that no longer exists is an error.
 """
 
 from __future__ import annotations

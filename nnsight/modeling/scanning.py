@@ -39,7 +39,7 @@ _local = threading.local()
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return the fake mode of this thread. All scans share it, so that fakes of one scan can be used in the next."""
+    """Return the fake mode of this thread. All its scans share this mode, so that a scan can use fake tensors of an earlier one."""
     mode: FakeTensorMode | None = getattr(_local, "mode", None)
     if mode is None:
         mode = _local.mode = FakeTensorMode(allow_non_fake_inputs=True)

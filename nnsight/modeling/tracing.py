@@ -5,7 +5,7 @@ this process, right before its first line.
 
 ``scan=True`` first runs the model on fake tensors, to find the sizes. ``validate=True`` first runs block and model on fake tensors, so that
 errors are raised before anything is computed or loaded. This run uses copies of the block's variables, and of the lists, dicts and sets in
-them. Its effects on other objects, and its output, happen twice.
+them. Effects of the block on other objects, and prints, happen twice.
 
 ``with model.encode(x) as tracer:`` runs the method ``encode`` of the wrapped module with the block. The trace calls a function that
 prepares and joins inputs as the model does; its locations are those of the modules that the method calls. A class of envoys can define

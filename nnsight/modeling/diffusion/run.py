@@ -78,7 +78,7 @@ class DiffusionRun:
         made = [torch.Generator(device).manual_seed(seed + number) for number in range(count)]
         return made if count > 1 else made[0]
 
-    # -- on fakes --------------------------------------------------------------------------------------------------
+    # -- runs on fake tensors --------------------------------------------------------------------------------------
 
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``module``, a fake copy, with as many prompts as there are rows, and for one step, for the probe."""

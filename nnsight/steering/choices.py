@@ -155,7 +155,7 @@ def _layers(name: str, value: Any) -> tuple[int, ...] | None:
         match = _RANGE.fullmatch(part.strip()) if isinstance(part, str) else None
         first: Any = int(match[1]) if match else part
         last: Any = int(match[2] or match[1]) if match else part
-        if not _is_natural(first) or last - first >= _MOST_LAYERS:
+        if not _is_natural(first) or not 0 <= last - first < _MOST_LAYERS:
             raise ValueError(f"{name} is a number, or several as in \"2,5-8\" or [2, 5], not {value!r}.")
         found += range(first, last + 1)
     if not found or len(set(found)) < len(found):

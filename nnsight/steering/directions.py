@@ -51,7 +51,7 @@ def contrast(
         deviations. It is measured on held-out prompts; there is none for fewer than four of a kind. Near 0, a direction separates nothing.
 
     Raises:
-        ValueError: If there are fewer than two prompts of a kind, different numbers of them for "pca", or no such method or layer.
+        ValueError: If there are fewer than two prompts of a kind, or for "pca" different numbers; or no such method, layer or position.
     """
     finders: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"mean": _mean, "pca": _pca, "probe": _probe}
     if method not in finders:
@@ -88,10 +88,18 @@ def _hidden_states(model: NNsight, prompts: list[Any], paths: list[str], positio
     """Return a hidden state for each layer and prompt, float32 ``[layers, prompts, hidden]`` on the CPU."""
     args, kwargs = model._prepare_input(prompts)[:2]
     mask = kwargs.get("attention_mask")
+    lengths = None if mask is None else mask.sum(1).tolist()
     with model.trace(*args, **kwargs):
         states = [hidden_of(read(model.get(path))) for path in paths]
+        _check_position(position, lengths or [states[0].shape[1]])
         stacked = save(torch.stack([_chosen(state, mask, position) for state in states]))
     return stacked.detach().to("cpu", torch.float32)
+
+
+def _check_position(position: int | str, lengths: Sequence[int]) -> None:
+    """Raise ``ValueError`` if a prompt of one of these lengths has no such position."""
+    if position != "mean" and not -min(lengths) <= int(position) < min(lengths):
+        raise ValueError(f"position={position}: a prompt has only {min(lengths)} tokens. Choose another position, or longer prompts.")
 
 
 def _chosen(hidden: torch.Tensor, mask: torch.Tensor | None, position: int | str) -> torch.Tensor:

@@ -15,7 +15,7 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
 def named_file(option: str, given: str) -> tuple[str, str]:
-    """Split the value ``NAME=FILE`` of a command-line ``option`` into name and file; raise ``ValueError`` if one of them is missing."""
+    """Split the value ``NAME=FILE`` of a command-line ``option`` into name and file; raise ``ValueError`` if it has no file."""
     name, _, path = given.partition("=")
     if not path:
         raise ValueError(f"{option} {given}: give a name and a file, as in `{option} happy={given}`.")

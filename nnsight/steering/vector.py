@@ -136,11 +136,14 @@ class SteeringVector(Mapping[int, torch.Tensor]):
             match_norm: Rescale each changed hidden state to its previous norm.
 
         Raises:
-            ValueError: If the mode is unknown, ``low`` is above ``high`` or "clamp" has neither, or the model does not fit the vector.
+            ValueError: If the mode is unknown, the limits are missing for "clamp" or in the wrong order, ``layers`` is empty, or the model
+                lacks a layer.
             KeyError: If the vector has no direction for one of the layers.
         """
         _check(mode, low, high)
         chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else sorted(set(layers))
+        if not chosen:
+            raise ValueError("layers=[] steers nothing: name at least one layer.")
         directions = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
         paths = self._paths(model, chosen)
         directions = directions.to(device_of(model, paths[0]))

@@ -82,6 +82,8 @@ def test_a_compiled_model_gives_the_same(model: Any) -> None:
         ({"layers": [6]}, "the model has layers 0 to 5 at `transformer.h`"),
         ({"layers": -1}, "the model has layers 0 to 5"),
         ({"at": "blocks"}, "no list of layers at 'blocks'"),
+        ({"position": 50}, "position=50: a prompt has only"),
+        ({"position": -50}, "position=-50: a prompt has only"),
     ],
 )
 def test_bad_arguments(model: Any, options: dict[str, Any], says: str) -> None:

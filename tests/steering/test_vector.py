@@ -278,6 +278,7 @@ def test_vectors_that_are_none(make: Callable[[], Any], kind: type[Exception], s
         ({"mode": "clamp"}, ValueError, "one limit or both"),
         ({"mode": "clamp", "low": 2.0, "high": 1.0}, ValueError, "the lower one first"),
         ({"layers": [5]}, KeyError, "no direction for layer 5"),
+        ({"layers": []}, ValueError, "steers nothing"),
     ],
 )
 def test_applications_that_are_refused(net: Any, vector: SteeringVector, options: dict[str, Any], kind: type[Exception], says: str) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from ...runtime.tracer import Arguments
 from ..forms import all_are
+from .fields import stack
 from .inputs import _CHAT_OPTIONS, TextInput, refuse_options
 
 #: Inputs of the processor other than text.
@@ -94,7 +95,7 @@ class MediaInput(TextInput):
             else:
                 by_prompt = _has_row_for_each_prompt({**before, **kwargs})
                 rows_each = [_size(part)[0] if by_prompt else 0 for part in parts]
-                joined[1][name] = _one_behind_the_other(above, below, *rows_each)
+                joined[1][name] = _concatenated(above, below, *rows_each)
         return joined, rows
 
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,7 +115,7 @@ class MediaInput(TextInput):
         for part in (above, below):
             filling = part.new_zeros(part.shape[0], width - part.shape[1], *part.shape[2:])
             padded.append(torch.cat([filling, part] if self._padding_side == "left" else [part, filling], dim=1))
-        return _one_behind_the_other(padded[0], padded[1])
+        return stack(padded[0], padded[1])
 
     def _process(self, prompt: Any, media: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
         """Return the processor's tensors for text or chats, and ``media``; ``given`` are its options and those of chat templates."""
@@ -214,17 +215,11 @@ def _or_blank(rows: torch.Tensor | None, like: torch.Tensor | None, text: Mappin
     return like.new_zeros(*_size(text), *like.shape[2:])
 
 
-def _one_behind_the_other(above: Any, below: Any, rows_above: int = 0, rows_below: int = 0) -> Any:
+def _concatenated(above: Any, below: Any, rows_above: int = 0, rows_below: int = 0) -> Any:
     """Concatenate two tensors or lists; other dimensions are padded with zeros. None stands for the given number of rows of zeros."""
     if not isinstance(above, torch.Tensor) and not isinstance(below, torch.Tensor):
         return [*(above or []), *(below or [])] if isinstance(above or below, Sequence) else (above or below)
     like = below if above is None else above
     above = like.new_zeros(rows_above, *like.shape[1:]) if above is None else above
     below = like.new_zeros(rows_below, *like.shape[1:]) if below is None else below
-    sizes = [max(first, second) for first, second in zip(above.shape[1:], below.shape[1:], strict=True)]
-    parts = []
-    for part in (above, below):
-        missing = [size - there for size, there in zip(sizes, part.shape[1:], strict=True)]
-        lengths = [length for size in reversed(missing) for length in (0, size)]
-        parts.append(torch.nn.functional.pad(part, lengths))
-    return torch.cat(parts)
+    return stack(above, below)

@@ -130,7 +130,7 @@ def task_of_module(module: torch.nn.Module, processor: Any = None) -> str:
 
 def _task_of_class(kind: Any, sees: bool) -> str:
     name = kind.__name__
-    if sees and name in _vision_language_classes():
+    if sees and name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
         return "image-text-to-text"
     if hasattr(kind, "can_generate") and kind.can_generate():
         return "text-generation"
@@ -140,10 +140,6 @@ def _task_of_class(kind: Any, sees: bool) -> str:
         if name.endswith(end):
             return task
     raise ValueError(f"The task of a model of the class {name} is not known: pass it, as in `task='feature-extraction'`.")
-
-
-def _vision_language_classes() -> set[str]:
-    return set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
 
 
 def task_of_repository(name: str, config: PreTrainedConfig, token: Any = None) -> str:

@@ -34,7 +34,7 @@ _LONGEST, _DEEPEST = 256, 4
 _CONTAINERS = {list, dict, set, bytearray, deque, defaultdict, OrderedDict, Counter}
 
 #: Stands for a value that cannot be kept.
-_LOST = object()
+_NOT_KEPT = object()
 
 
 class GoneError(LookupError):
@@ -119,7 +119,7 @@ def _kept(value: Any, known: dict[int, _KeptContainer], depth: int = 0) -> Any:
         if id(value) in known:
             return known[id(value)]
         if len(value) > _LONGEST or depth > _DEEPEST:
-            return _LOST
+            return _NOT_KEPT
         items = value.values() if kind is dict else value
         kept = tuple([_kept(item, known, depth + 1) for item in items])
         known[id(value)] = made = _KeptContainer(kind, tuple(value) if kind is dict else (), kept)
@@ -127,7 +127,7 @@ def _kept(value: Any, known: dict[int, _KeptContainer], depth: int = 0) -> Any:
     try:
         return weakref.ref(value)
     except TypeError:
-        return _LOST
+        return _NOT_KEPT
 
 
 def _leaves(kept: Iterable[Any]) -> Iterator[Any]:
@@ -164,7 +164,7 @@ def _value(kept: Any, made: dict[int, Any]) -> Any:
         if found is not None:
             return found
         raise GoneError("a value")
-    if kept is _LOST:
+    if kept is _NOT_KEPT:
         raise GoneError("a value")
     if kind is _KeptTensor:
         known = kept.reference()

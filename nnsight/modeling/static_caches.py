@@ -61,10 +61,10 @@ class _Memory(NamedTuple):
 _lock = threading.Lock()
 
 #: For each model, the key of its last cache, and the initial attributes of its layers, with a :class:`_Memory` for each tensor.
-_last: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, list[dict[str, Any]]]] = weakref.WeakKeyDictionary()
+_last_caches: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, list[dict[str, Any]]]] = weakref.WeakKeyDictionary()
 
 #: For each model, the state for which its layout was found, and the layout: keys and values of each layer; ``None`` if there is none.
-_known: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Sequence[tuple[_Part, _Part]] | None]] = weakref.WeakKeyDictionary()
+_layouts: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Any, Sequence[tuple[_Part, _Part]] | None]] = weakref.WeakKeyDictionary()
 
 
 def static_cache(module: Any, rows: int, positions: int) -> Any:
@@ -80,17 +80,17 @@ def static_cache(module: Any, rows: int, positions: int) -> Any:
     from ..fx.torch_compat import mark_static_address
 
     state = module.dtype, module.device, autocast_of_thread()
-    known, layout = _known.get(module, (None, None))
+    known, layout = _layouts.get(module, (None, None))
     if known != state:
         layout = _layers_of(module)
-        _known[module] = state, layout
+        _layouts[module] = state, layout
     cache = StaticCache(config=module.config.get_text_config(decoder=True), max_cache_len=positions)
     kinds = {type(layer) for layer in cache.layers}
     if layout is None or len(cache.layers) != len(layout) or not kinds <= {StaticLayer, StaticSlidingWindowLayer}:
         return None
     kind = state, rows, positions, [type(layer) for layer in cache.layers], torch.is_inference_mode_enabled()
     with _lock:  # two threads must not take the same memory
-        last, kept = _last.get(module, (None, []))
+        last, kept = _last_caches.get(module, (None, []))
         if last == kind and all(item.is_free for attributes in kept for item in attributes.values() if isinstance(item, _Memory)):
             for layer, attributes in zip(cache.layers, kept, strict=True):
                 for name, item in attributes.items():
@@ -98,7 +98,7 @@ def static_cache(module: Any, rows: int, positions: int) -> Any:
         else:
             for layer, (keys, values) in zip(cache.layers, layout, strict=True):
                 layer.lazy_initialization(keys.of_no_token(rows), values.of_no_token(rows))
-            _last[module] = kind, [{name: _memory(value) for name, value in vars(layer).items()} for layer in cache.layers]
+            _last_caches[module] = kind, [{name: _memory(value) for name, value in vars(layer).items()} for layer in cache.layers]
     for value in (value for layer in cache.layers for value in vars(layer).values()):
         if isinstance(value, torch.Tensor):
             mark_static_address(value, guard=False)  # no guard: the next cache has other tensors

@@ -25,7 +25,7 @@ def with_rows(output: Any) -> Any:
         return tuple(map(_rows, output))
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         names = [field.name for field in dataclasses.fields(output)]
-        return _remakable(type(output))(**{name: _rows(getattr(output, name)) for name in names})
+        return _unflattenable(type(output))(**{name: _rows(getattr(output, name)) for name in names})
     return _rows(output)
 
 
@@ -33,7 +33,7 @@ def make_classes(pipeline: Any) -> None:
     """Make the output classes of a pipeline, before a capture: making one later registers it with pytree, which invalidates the capture."""
     for value in list(vars(sys.modules[type(pipeline).__module__]).values()):
         if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__.startswith("diffusers."):
-            _remakable(value)
+            _unflattenable(value)
 
 
 def _rows(value: Any) -> Any:
@@ -43,7 +43,7 @@ def _rows(value: Any) -> Any:
 
 
 @functools.cache
-def _remakable(kind: type) -> type:
+def _unflattenable(kind: type) -> type:
     """Return a subclass of an output class of `diffusers` that pytree can unflatten.
 
     pytree stores only the fields that are not None, and the original class cannot be constructed without the others.

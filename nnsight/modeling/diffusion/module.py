@@ -87,7 +87,7 @@ class Diffuser(torch.nn.Module):
             if hasattr(part, "pt_to_numpy"):
                 part.pt_to_numpy = _black
             if hasattr(part, "set_timesteps"):  # its tables need values, since numpy computes them
-                setattr(pipeline, name, _with_values(getattr(original.pipeline, name)))
+                setattr(pipeline, name, _with_real_timesteps(getattr(original.pipeline, name)))
         if getattr(pipeline, "safety_checker", None) is not None:
             pipeline.safety_checker = None
         if hasattr(pipeline, "set_progress_bar_config"):
@@ -109,7 +109,7 @@ class Diffuser(torch.nn.Module):
             setattr(pipeline, name, value)
 
 
-def _with_values(scheduler: Any) -> Any:
+def _with_real_timesteps(scheduler: Any) -> Any:
     """Return a copy of a scheduler that sets its timesteps outside of the fake mode, and whose ``step`` does not read them."""
     with unset_fake_temporarily():
         made = copy.deepcopy(scheduler)

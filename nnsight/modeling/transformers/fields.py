@@ -75,7 +75,7 @@ FIELDS: dict[str, Field] = {
 made_rows = WeakIdKeyDictionary()
 
 #: Tensors of inputs that cannot be batched, with the reason.
-alone = WeakIdKeyDictionary()
+unbatchable = WeakIdKeyDictionary()
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
@@ -101,13 +101,13 @@ def refuse_to_share(part: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
     """Check that the arguments of an invoke can be batched.
 
     Raises:
-        NotImplementedError: If they are positional, have a tensor that is neither a field nor in ``made_rows``, or one in ``alone``.
+        NotImplementedError: If they are positional, have a tensor that is neither a field nor in ``made_rows``, or one in ``unbatchable``.
     """
     args, kwargs = part
     reason = f"positional arguments ({', '.join(type(value).__name__ for value in args)})" if args else None
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and reason is None:
-            reason = alone.get(value)
+            reason = unbatchable.get(value)
             if reason is None and name not in FIELDS and value not in made_rows:
                 reason = f"`{name}`, which goes to the model as it is"
     if reason is not None:

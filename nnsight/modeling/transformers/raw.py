@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 
 from ...runtime.tracer import Arguments
 from . import tasks
-from .fields import FIELDS, alone, made_rows, stack
+from .fields import FIELDS, made_rows, stack, unbatchable
 from .inputs import _CHAT_OPTIONS, _ROWS, _TEXT_OPTIONS, _TOKENIZER_EXTRAS, _count_positions, _parameters, check_rows
 from .media import MediaInput
 
@@ -129,9 +129,9 @@ class TaskInput(MediaInput):
                         f"An input of the task {self.task!r} cannot be traced: {rules.refusal}. Run `with model.pipe(input):`, or trace "
                         "with the tensors that the preprocessor makes."
                     )
-                return self._featurised(inputs[0], kwargs, rules.alone)
-        whole = self._whole(inputs, kwargs)
-        return super()._prepare_input(*inputs, **kwargs) if whole is None else whole
+                return self._pipeline_arguments(inputs[0], kwargs, rules.unbatchable)
+        given = self._given_tensors(inputs, kwargs)
+        return super()._prepare_input(*inputs, **kwargs) if given is None else given
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the input of one more invoke to those before it."""
@@ -142,7 +142,7 @@ class TaskInput(MediaInput):
                     made_rows[value] = True
         return joined, rows
 
-    def _featurised(self, raw: Any, kwargs: dict[str, Any], why_alone: str | None) -> Arguments:
+    def _pipeline_arguments(self, raw: Any, kwargs: dict[str, Any], reason: str | None) -> Arguments:
         """Return the arguments with which the pipeline calls the model for ``raw``; the parts of an input become rows."""
         self._require_preprocessors()
         accepted, _ = _parameters(self._module)
@@ -156,22 +156,22 @@ class TaskInput(MediaInput):
         is_one = not isinstance(raw, list) or bool(options.get("is_split_into_words") and isinstance(raw[0], str))
         calls = [self._calls_for(item, options, of_tokenizer) for item in ([raw] if is_one else raw)]
         if any(len(parts) > 1 for parts in calls):
-            why_alone = f"an input that the task {self.task!r} splits into several rows"
+            reason = f"an input that the task {self.task!r} splits into several rows"
             if len(calls) > 1:
-                raise NotImplementedError(f"The list contains {why_alone}: it cannot be batched with other inputs. Trace it alone.")
-        if why_alone is not None and len(calls) > 1:
-            raise NotImplementedError(f"With {why_alone}, there can be only one input at a time; this is a list of {len(calls)}.")
+                raise NotImplementedError(f"The list contains {reason}: it cannot be batched with other inputs. Trace it alone.")
+        if reason is not None and len(calls) > 1:
+            raise NotImplementedError(f"With {reason}, there can be only one input at a time; this is a list of {len(calls)}.")
         prepared = self._rows_of([part for parts in calls for part in parts])
         for value in prepared.values():
             if isinstance(value, torch.Tensor):
                 made_rows[value] = True
-                if why_alone is not None:
-                    alone[value] = why_alone
+                if reason is not None:
+                    unbatchable[value] = reason
         width = prepared["input_ids"].shape[-1] if "input_ids" in prepared else 0
         for name, value in kwargs.items():
             is_rows = name in _ROWS and value is not None
             prepared[name] = self._tensor(name, value, width) if is_rows else value
-        check_rows(prepared, len(calls) if why_alone is None else None)
+        check_rows(prepared, len(calls) if reason is None else None)
         return (), self._completed(prepared)
 
     def _require_preprocessors(self) -> None:
@@ -250,12 +250,12 @@ class TaskInput(MediaInput):
         for name, value in prepared.items():
             if device is not None and isinstance(value, torch.Tensor) and value.device != device:
                 moved = prepared[name] = value.to(device)
-                for known in (made_rows, alone):
+                for known in (made_rows, unbatchable):
                     if value in known:
                         known[moved] = known[value]
         return prepared
 
-    def _whole(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+    def _given_tensors(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
         """Return an input of tensors that go to the model as they are. None if it has ids or text, or no other tensors."""
         given, main = dict(kwargs), getattr(self._module, "main_input_name", "input_ids")
         if tasks.rules_of(self.task).prepared_by != tasks.PIPELINE and main == "input_ids":

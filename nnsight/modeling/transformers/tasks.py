@@ -50,7 +50,7 @@ class Rules:
     #: Preprocessors by attribute: True if required, None if optional. Empty: as the class of the pipeline declares.
     preprocessors: dict[str, bool | None] = field(default_factory=dict)
     #: The reason why an input cannot be batched with others.
-    alone: str | None = None
+    unbatchable: str | None = None
     #: The reason why an input cannot be processed in one forward pass.
     refusal: str | None = None
 
@@ -60,8 +60,8 @@ _RULES = {
     "text-generation": Rules(TOKENIZER, {"tokenizer": True}),
     "image-text-to-text": Rules(PROCESSOR, {"processor": True}),
     "any-to-any": Rules(PROCESSOR, {"processor": True}),
-    "zero-shot-image-classification": Rules(alone=_LABELS),
-    "zero-shot-audio-classification": Rules(alone=_LABELS),
+    "zero-shot-image-classification": Rules(unbatchable=_LABELS),
+    "zero-shot-audio-classification": Rules(unbatchable=_LABELS),
     "mask-generation": Rules(refusal="its pipeline runs parts of the model to prepare an input"),
     "decision": Rules(refusal="its pipeline calls the model once for each question"),
     "keypoint-matching": Rules(refusal="its input is pairs of images"),

@@ -267,7 +267,7 @@ class TextInput:
 
     @property
     def _is_padded_left(self) -> bool:
-        """Whether prompts are padded on the left, and the model needs positions for that. RoBERTa finds padding by its token id."""
+        """Whether prompts are padded on the left, and the model does not find the padding itself, as RoBERTa does by its token id."""
         if self._padding_side == "right":
             return False
         return self._is_decoder or not any(hasattr(part, "create_position_ids_from_input_ids") for part in self._module.modules())

@@ -103,7 +103,7 @@ class MediaInput(TextInput):
         return module(*args, **self._probed(module, kwargs))
 
     def _probed(self, module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a probe without images, and run the image encoder alone: to insert images into the text takes values."""
+        """Return the arguments of a probe without images, after a run of the image encoder alone. To join both needs real values."""
         if not self._reads_media:
             return kwargs
         _read_images(module, kwargs)

@@ -1,7 +1,7 @@
 """Runs of a pipeline: inputs are converted to arguments of the pipeline or of the denoiser, and those of several invokes are joined.
 
-Some arguments of a pipeline have entries (``prompt``, ``image``, ``latents``); the others apply to the whole call. If there are as many
-entries as prompts, entry ``i`` is for all images of prompt ``i``. If there are as many entries as images, entry ``i`` is for image ``i``.
+Some arguments of a pipeline have an entry for each prompt or each image (``prompt``, ``latents``); others apply to the whole call. With as
+many entries as prompts, entry ``i`` is for all images of prompt ``i``. With as many entries as images, entry ``i`` is for image ``i``.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class DiffusionRun:
 
     Args:
         model: The model.
-        call: ``"trace"``: the run makes one step unless the input specifies the number. ``"generate"``: the default of the pipeline
-            applies, and tensors for the denoiser are refused. ``"call"``: the default of the pipeline applies.
+        call: ``"trace"``: the run makes one step unless the input specifies the number. ``"generate"``: the pipeline's default number
+            of steps applies, and tensors for the denoiser are refused. ``"call"``: the pipeline's default applies.
     """
 
     def __init__(self, model: DiffusionModel, call: str = _GENERATE) -> None:

@@ -11,7 +11,7 @@ from ..modeling.base import NNsight
 
 
 def layers_path(model: NNsight) -> str:
-    """Return the path of the list of the model's layers, such as ``"transformer.h"``: the ``ModuleList`` with the most parameters.
+    """Return the path of the list of layers, such as ``"transformer.h"``: the outermost ``ModuleList`` with the most parameters.
 
     Raises:
         ValueError: If there is no list, or several of similar size, such as those of an encoder and a decoder.

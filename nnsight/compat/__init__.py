@@ -1,9 +1,9 @@
-"""The documented names of earlier interleavers, as one adapter over :mod:`nnsight.runtime`.
+"""Adapter for the documented names of earlier interleavers over :mod:`nnsight.runtime`.
 
-Earlier versions ran each block in a thread that sent events through queues. Here a request is a method call, and model and block
-take turns between greenlets. :mod:`.mediator` adds the older names to a block, :mod:`.interleaver` to a run and its rows;
-:mod:`.events` has events and queues. Programs import them from :mod:`nnsight.intervention`. Importing this package makes traces use these
-classes; the runtime does not import it.
+In earlier versions, each block ran in a thread and sent events through queues. Now a request is a method call, and model and block are
+greenlets that take turns. :mod:`.mediator` adds the older names to a mediator, :mod:`.interleaver` to a run and its rows;
+:mod:`.events` has events and queues. User code imports them from :mod:`nnsight.intervention`. The import of this package makes traces use
+these classes; the runtime does not import it.
 """
 
 from ..runtime.tracer import InterleavingTracer

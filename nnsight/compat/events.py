@@ -1,4 +1,4 @@
-"""Events, and the queues of a mediator: nothing is queued, they show what the mediator knows."""
+"""Events, and the queues of a mediator. Nothing is queued: the queues are views of the state of the mediator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Events(Enum):
-    """What a block can ask of its run, see :meth:`Mediator.send`."""
+    """The kinds of requests of a block to its run, see :meth:`Mediator.send`."""
 
     VALUE = "value"
     SWAP = "swap"
@@ -20,12 +20,12 @@ class Events(Enum):
 
 
 class Value:
-    """A box for one value, between two threads.
+    """A box that passes one value from a thread to another.
 
     Attributes:
         value: The value in the box; ``None`` if it is empty.
         has_value: Whether there is a value in the box.
-        lock: Released by a value that is put, and acquired by waiting for it.
+        lock: :meth:`put` releases it, and :meth:`wait` acquires it.
     """
 
     def __init__(self) -> None:
@@ -40,30 +40,30 @@ class Value:
         return value
 
     def put(self, value: Any) -> None:
-        """Put ``value`` in, in place of what is there, and wake a waiting thread."""
+        """Put ``value`` in, in place of the present one, and wake a waiting thread."""
         self.restore(value)
         if self.lock.locked():
             self.lock.release()
 
     def restore(self, value: Any) -> None:
-        """Put back what :meth:`get` took out, without waking a thread."""
+        """Put back the value that :meth:`get` took out, without waking a thread."""
         self.value, self.has_value = value, True
 
     def wait(self) -> Any:
-        """Wait until a value is put, and return it; it stays in the box."""
+        """Wait until a value is put, and return it. The value stays in the box."""
         self.lock.acquire()
         return self.value
 
 
 class Queue(Value):
-    """A queue of a mediator, of which ``look`` returns the present value, or ``None``; ``put`` gets what is put in or back."""
+    """A queue of a mediator: ``look`` returns its present value or ``None``, and ``put`` is called with values that are put in or back."""
 
     def __init__(self, look: Callable[[], Any], put: Callable[[Any], Any]) -> None:
         self._look = look
         self.put = self.restore = put  # type: ignore[assignment, method-assign]
 
     def get(self) -> Any:
-        """Return what the queue has now; ``None`` for nothing."""
+        """Return the present value; ``None`` if there is none."""
         return self._look()
 
     wait = get

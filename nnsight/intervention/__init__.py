@@ -1,4 +1,4 @@
-"""Import paths of the public documentation; each module here only re-exports what lives elsewhere."""
+"""Import paths from the public documentation. The modules here re-export classes and functions from other packages."""
 
 from ..lazy import submodules
 

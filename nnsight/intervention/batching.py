@@ -1,4 +1,4 @@
-"""Re-exports what a trace asks of a model about inputs, the rows of a block, and a look at them for drivers of one's own."""
+"""Re-exports the protocol of models that prepare and batch inputs, the rows of a block, and the batcher for a user's own drivers."""
 
 from ..compat.interleaver import Batcher
 from ..runtime.rows.batching import BatchGroup

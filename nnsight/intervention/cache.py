@@ -1,4 +1,4 @@
-"""Re-exports what ``tracer.cache()`` returns, and what is found in it."""
+"""Re-exports the result of ``tracer.cache()``, its views and its entries."""
 
 from ..runtime.cache import Cache, CacheView
 from ..runtime.cache import CacheEntry as Entry

@@ -1,4 +1,4 @@
-"""Re-exports :class:`Envoy`, the decorator of its methods that are traces, and :class:`eproperty`."""
+"""Re-exports :class:`Envoy`, :func:`traceable`, which decorates methods that can be traced, and :class:`eproperty`."""
 
 from ..envoy.envoy import Envoy
 from ..envoy.methods import traceable

@@ -1,4 +1,4 @@
-"""Re-exports :class:`eproperty`."""
+"""Re-exports :class:`eproperty`, and :class:`IEnvoy`, the protocol of the classes that have such properties."""
 
 from ..runtime.modules.eproperty import IEnvoy, eproperty
 

@@ -1,4 +1,4 @@
-"""Decorators for the stubs of eproperties, re-exported."""
+"""Re-exports the decorators for the stubs of :class:`eproperty`."""
 
 from ..runtime.modules.eproperty import (
     requires_input,

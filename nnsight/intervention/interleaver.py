@@ -1,6 +1,6 @@
-"""The run of a model with its blocks, for those who write tracers, backends and properties of their own.
+"""Re-exports the run of a model with its blocks, for authors of tracers, backends and properties.
 
-The docstrings of :mod:`nnsight.compat` say what the documented members mean in a run whose model and blocks take turns.
+The docstrings of :mod:`nnsight.compat` define the documented members for a run in which model and blocks take turns.
 """
 
 from typing import TypeVar
@@ -15,7 +15,7 @@ from ..runtime.modules.eproperty import IEnvoy, eproperty
 
 T = TypeVar("T")
 
-#: Begins the names that this package puts into the code of a block, such as ``__nnsight_block__``.
+#: Prefix of the names that this package puts into the code of a block, such as ``__nnsight_block__``.
 NNSIGHT_PREFIX = "__nnsight"
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Re-exports the loop over occurrences."""
+"""Re-exports the loop over occurrences: :class:`IteratorTracer` and :class:`Iterations`."""
 
 from ..runtime.iteration import Iterations, IteratorTracer
 

@@ -1,6 +1,6 @@
-"""Re-exports what is behind ``.source``.
+"""Re-exports the classes of ``.source``.
 
-``SourceNotAvailable`` is another name of :class:`SourceError`, ``SourceEnvoy`` one of :class:`OperationEnvoy`.
+``SourceNotAvailable`` is another name of :class:`SourceError`, and ``SourceEnvoy`` is another name of :class:`OperationEnvoy`.
 """
 
 from ..envoy.source import OperationEnvoy, Source

@@ -1,4 +1,4 @@
-"""Re-exports the tracers that run a model, and the tracer of one invoke."""
+"""Re-exports the tracers that run a model, and the tracer of a single invoke."""
 
 from ..modeling.scanning import ScanningTracer
 from ..runtime.invoker import Invoker

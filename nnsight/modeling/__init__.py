@@ -1,4 +1,4 @@
-"""Model families: what a root envoy adds to the tree, loading, inputs, and the choice of how to run."""
+"""Model families: root envoys, which load a model, prepare its inputs, and choose the driver of each trace."""
 
 from ..lazy import submodules
 

@@ -1,4 +1,8 @@
-"""The root of an envoy tree: any ``torch.nn.Module``, traced eagerly or compiled."""
+"""The root of an envoy tree: a wrapped ``torch.nn.Module``, traced eagerly or compiled.
+
+:class:`NNsight` makes the tracers. A tracer asks it for the driver when the trace runs, to prepare the input, and to join the inputs of
+several invokes. Subclasses define how models load and which inputs they take.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +21,10 @@ from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit
 from ..runtime.gradients import add_tensor_methods
 from ..runtime.interleaver import active_interleaver
-from ..runtime.invoker import Joined, join_at_once
+from ..runtime.invoker import JoinsInputs
 from ..runtime.modules.interception import is_compiling
 from ..runtime.modules.tree import ModuleTree
-from ..runtime.tracer import Arguments, Driver, InterleavingTracer
+from ..runtime.tracer import Driver, InterleavingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
 from .editable import Editable
@@ -32,17 +36,17 @@ if TYPE_CHECKING:
     from ..fx.driver import CompiledDriver
 
 
-#: Stands for the class attribute ``envoys``.
+#: Default of ``envoys=``: the class attribute ``envoys`` applies.
 _OF_THE_CLASS: Any = object()
 
 
-class NNsight(Editable):
+class NNsight(Editable, JoinsInputs):
     """A model whose internals can be read and edited while it runs.
 
     Args:
         module: The model. A module that was compiled with ``torch.compile`` or ``Module.compile`` is recognised:
             traces then run compiled too, with the same options.
-        path: The prefix of its locations, and the name that printed locations and caches begin with.
+        path: The prefix of the locations of the model, for example in caches and in error messages.
         interleaver: None, as for :class:`Envoy`.
         rename: Further names for modules, by path or class: ``{"transformer.h": "layers"}`` lets ``model.layers`` stand for
             ``model.transformer.h``, ``{"mlp": "feedforward"}`` names every ``mlp``; see :mod:`nnsight.envoy.renaming`.
@@ -53,7 +57,7 @@ class NNsight(Editable):
 
     Raises:
         TypeError: If ``module`` is not a module.
-        ValueError: If ``rename`` takes a name that exists, or a key of it has several matches.
+        ValueError: If a new name in ``rename`` exists already, or a key in it matches several modules.
 
     Example:
         >>> model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU()))
@@ -84,7 +88,7 @@ class NNsight(Editable):
         if options:
             raise TypeError(f"{type(self).__name__}() got unknown options {sorted(options)}.")
         chosen = compile_options(compile)
-        # By name: without dynamo imported (it takes a second) there are no such modules.
+        # Compared by name, because the import of dynamo takes a second. Without this import, there are no such modules.
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             from ..fx.torch_compat import options_of_compiled
 
@@ -98,7 +102,7 @@ class NNsight(Editable):
         self._mount(module, envoys, chosen)
 
     def _mount(self, module: torch.nn.Module, envoys: EnvoyClasses, compile_options: dict[str, Any] | None) -> None:
-        """Mirror ``module``, and prepare to compile it if there are options for that."""
+        """Make the envoys of ``module``, and a compiled driver if there are ``compile_options``."""
         add_tensor_methods()
         tree = self.__dict__["_own_tree"] = ModuleTree.of(module, _traced_call, self._root_path)
         Envoy.__init__(self, module, self._root_path, tree=tree, envoys=with_names(envoys, self._rename, tree))
@@ -108,16 +112,16 @@ class NNsight(Editable):
             self._make_driver(compile_options)
 
     def compile(self, **options: Any) -> None:
-        """Run later traces, and plain calls of this object, compiled. Like ``nn.Module.compile``, in place.
+        """Run later traces, and plain calls of this object, compiled. Like ``nn.Module.compile``, this works in place.
 
-        The edits that this object has become one program, when it is called first. From then on a call runs the lowered graph with the
-        program spliced into it, and no Python of the edits; :attr:`params` has the tensors and floats that they take from outside. Other
-        values of the edits are those of that first call. Edits that are added or removed later run as Python until this is called again.
+        The first call of this object records its edits as one program. Calls then run a lowered graph with this program spliced in, and
+        no Python code of the edits. :attr:`params` holds the tensors and floats that the edits take from outside; all other values are
+        fixed at the first call. After edits are added or removed, all edits run as Python until ``compile`` is called again.
 
         Args:
-            **options: Those of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``, ``fullgraph``; and
-                ``regions``, ``background``: how soon there is a first result; ``max_captures``: how often the model may be
-                captured, 256 times by default (docs/compile.md).
+            **options: Those of ``torch.compile``: ``backend``, ``mode``, ``options``, ``dynamic``, ``fullgraph``; also
+                ``regions`` and ``background``, which make the first result available sooner, and ``max_captures``, the
+                number of times that the model may be captured, 256 by default (docs/compile.md).
         """
         if self._compiled is None or not self._edits or (options and options != self._compiled.options):
             self._make_driver(options)
@@ -162,41 +166,41 @@ class NNsight(Editable):
         trace: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Run the model once, with the block of the ``with`` statement reading and editing its internals.
+        """Run the model once; the block of the ``with`` statement reads and edits its internals.
 
         Args:
             *args: The model's input.
-            compile: Whether this trace runs compiled; by default as chosen with :meth:`compile`. ``"background"``: with what
-                is ready, while the whole graph is lowered beside it.
+            compile: Whether this trace runs compiled; by default as chosen with :meth:`compile`. ``"background"`` runs the code
+                that is ready, while the whole graph is lowered in the background.
             backend: Where the block runs; in this process by default.
-            remote: Send the block as data to where the model runs (docs/remote.md): ``True`` to the server of ``CONFIG.API.HOST``,
-                or the address of another; ``"local"`` records it, checks it and runs it in this process, as a server does; ``"program"``
-                records it, for ``tracer.program``, and runs nothing.
+            remote: Send the block as data to a server (docs/remote.md): ``True`` for that of ``CONFIG.API.HOST``, or the address of
+                another. ``"local"`` records, checks and runs the block in this process, as a server does. ``"program"`` only records
+                it, for ``tracer.program``.
             blocking: Wait for the results of a remote trace; see :class:`~nnsight.remote.client.remote_backend.RemoteBackend`, also for
                 ``job_id=`` and ``verbose=`` of a remote trace.
-            scan: Run the model on fake tensors first; the sizes are at ``_fake_output`` and ``_fake_inputs`` of the envoys.
-            validate: Run the block on fake tensors first, as in :meth:`scan`, and raise its error before the model runs, or is
-                even loaded. The block works on copies of its variables then, lists, dicts and sets included. What it does to
-                other objects of yours, and what it prints, happens twice.
-            program: Record the block as a program, which is ``tracer.program`` afterwards (docs/programs.md), and run that.
-            fn: A function to call instead of the model; it can call the model, or modules of it, any number of times. A name is that of a
-                method of the wrapped module.
+            scan: Run the model on fake tensors first; ``_fake_output`` and ``_fake_inputs`` of the envoys then have the sizes.
+            validate: Run the block on fake tensors first, as in :meth:`scan`, so that its errors are raised before the model
+                runs or is loaded. This run works on copies of the variables, and of the lists, dicts and sets in them. Effects
+                of the block on other objects, and prints, happen twice.
+            program: Record the block as a program (docs/programs.md), and run the program. It is then ``tracer.program``.
+            fn: A function to call instead of the model, or the name of a method of the wrapped module. The function can call the model,
+                or modules of it, any number of times.
             tracer_cls: Class of the tracer: a subclass of :class:`InterleavingTracer`.
-            trace: ``False`` calls the model with the input as a trace prepares it: ``logits = model.trace(prompt, trace=False).logits``.
+            trace: ``False`` calls the model on the prepared input, without a block: ``logits = model.trace(prompt, trace=False).logits``.
             **kwargs: The model's input, by name.
 
         Returns:
-            The tracer; ``tracer.report`` tells how the trace ran. With ``trace=False`` what the model returns.
+            The tracer; ``tracer.report`` tells how the trace ran. With ``trace=False``, the output of the model.
         """
         if not trace:
             if any((compile is not None, backend, remote, not blocking, scan, validate, program, fn, tracer_cls)):
-                raise ValueError("trace(trace=False) is a plain call of the model: it takes the input alone.")
-            self._driver(None)  # a lazy model loads, before its input goes to where it is
+                raise ValueError("trace(trace=False) is a plain call of the model: pass its input alone, no options of traces.")
+            self._driver(None)  # loads a lazy model, to whose device the input is moved
             args, kwargs = self._prepare_input(*args, **kwargs)[:2]
             return self(*args, **kwargs)
         if fn is not None and (scan or validate):
             raise ValueError(
-                "trace(fn=...) takes no scan= or validate=: these run a copy of the model on fakes, and the function calls the model."
+                "trace(fn=...) takes no scan= or validate=. They run a copy of the model on fake tensors; the function calls the original."
             )
         if isinstance(fn, str) and not callable(getattr(self._module, fn, None)):
             raise AttributeError(f"trace(fn={fn!r}): {type(self._module).__name__} has no method of this name.")
@@ -210,13 +214,13 @@ class NNsight(Editable):
     def _remote_backend(
         self, remote: bool | str, backend: Backend | None, blocking: bool, kwargs: dict[str, Any] | None = None
     ) -> Backend | None:
-        """Return the backend of a trace that was given these arguments; ``kwargs`` lose those for a remote one."""
+        """Return the backend for these arguments of a trace. ``job_id`` and ``verbose`` of a remote trace are removed from ``kwargs``."""
         if remote is False:
             if not blocking:
                 raise ValueError("blocking=False is for traces that run on a server: add remote=True.")
             return backend
         if session_backend.get() is not None:
-            raise ValueError("The session around this trace runs remotely: leave out remote= here.")
+            raise ValueError("The session around this trace runs remotely, and this trace with it: leave out remote= here.")
         options = {name: kwargs.pop(name) for name in ("job_id", "verbose") if kwargs and name in kwargs}
         made: Backend = late("backend_for")(self, remote, backend, blocking, **options)
         return made
@@ -230,15 +234,15 @@ class NNsight(Editable):
         return made
 
     def _trace_method(self, envoy: Envoy, name: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> InterleavingTracer:
-        """Return the tracer of a call of a method of a module; ``compile``, ``backend`` and the like are the trace's."""
+        """Return a tracer that calls a method of the module of ``envoy``; options of a trace are taken from ``kwargs``."""
         root = envoy if isinstance(envoy, NNsight) else self
         compile, backend = kwargs.pop("compile", None), kwargs.pop("backend", None)
         backend = root._remote_backend(kwargs.pop("remote", False), backend, kwargs.pop("blocking", True), kwargs)
         return root._tracer(traced_method(root, envoy, name), args, kwargs, compile, backend)
 
     def _run_method(self, envoy: Envoy, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of ``envoy``, which is this object or below it, with prepared input and the edits of this object."""
-        self._driver(None)  # a lazy model loads
+        """Call ``function``, a method of this object or of ``envoy`` below it, with the edits of this object."""
+        self._driver(None)  # loads a lazy model
         if envoy is self:
             args, kwargs = self._prepare_input(*args, **kwargs)[:2]
         return self._call_edited(function, args, kwargs, must_run=False) if self._edits_apply() else function(*args, **kwargs)
@@ -253,7 +257,7 @@ class NNsight(Editable):
         tracer_cls: type[InterleavingTracer] | None = None,
         **options: bool,
     ) -> ModelTracer:
-        """Return the tracer of a run that calls ``function``: this object, or a callable that prepares and batches inputs, too."""
+        """Return the tracer of a run that calls ``function``: this object, or another callable that prepares and batches inputs."""
         leave_to_python("model.trace(...)")
         choose = functools.partial(self._driver, compile, None if function is self else function)
         kind = ModelTracer if tracer_cls is None else tracer_class(tracer_cls)
@@ -265,7 +269,7 @@ class NNsight(Editable):
         return self._tree
 
     def to_model_key(self) -> str:
-        """Return the name under which servers have this model.
+        """Return the key that names this model on a server.
 
         Raises:
             ValueError: If the model was not loaded by name.
@@ -274,13 +278,13 @@ class NNsight(Editable):
 
     @uncompiled
     def scan(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> InterleavingTracer:
-        """Run the block on fake tensors: sizes and types without values, and without computing anything.
+        """Run the block and the model on fake tensors, which have sizes and dtypes but no values. Nothing is computed.
 
         Nothing changes: weights, buffers, caches given as input and random number generators stay as they are. Weights are
-        not needed, so a model that is not loaded stays so. Mistakes in shapes and indices are raised at the line of the block.
+        not needed, so a lazy model is not loaded. Errors in shapes and indices are raised at the line of the block.
 
-        Afterwards ``_fake_output`` and ``_fake_inputs`` of every envoy are what its module returned and was given,
-        as fake tensors, until the next scan; outside of traces ``.output``, ``.input`` and ``.inputs`` show the same.
+        Until the next scan, ``_fake_output`` and ``_fake_inputs`` of every envoy are the output and the inputs of its module,
+        as fake tensors. Outside of traces, ``.output``, ``.input`` and ``.inputs`` show the same values.
 
         Raises:
             RuntimeError: If the block, or the model, needs the value of a tensor (``DataDependentOutputException`` of torch).
@@ -305,15 +309,15 @@ class NNsight(Editable):
         blocking: bool = True,
         tracer_cls: type[Tracer] = Tracer,
     ) -> Tracer:
-        """Group traces: inside the block, each can use the variables of those before it without saving them.
+        """Group traces: each trace in the block can use variables of earlier ones without saving them.
 
-        Arguments are those of :meth:`trace`, for all traces in the block. Remotely they are one job, in which values are handed on.
+        The arguments are those of :meth:`trace`, and apply to all traces in the block. A remote session runs as one job on the server.
         """
         leave_to_python("model.session()")
         return tracer_cls(self._remote_backend(remote, backend, blocking))
 
     def _driver(self, compile: bool | str | None, function: Callable[..., Any] | None = None) -> Driver:
-        """Return the driver of the model, or of a ``function`` that calls it, compiled or not."""
+        """Return the eager or the compiled driver of the model, or of a ``function`` that calls it."""
         if compile is not None and not isinstance(compile, bool) and compile != BACKGROUND:
             raise TypeError(
                 f"trace(compile=...) is True, False or {BACKGROUND!r}, not {compile!r}. Options go to `model.compile(...)`."
@@ -333,11 +337,11 @@ class NNsight(Editable):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model with its edits, compiled if :meth:`compile` was called.
 
-        Inside a block of its own, the model is applied to the block's values, without edits: no location is passed there.
+        Inside a block on this model, the module is applied to the block's values, without edits, and no location occurs.
         Inside a function under ``torch.compile``, model and edits become part of the graph of that function.
         """
         if is_compiling():
-            from ..fx.inlining import call_edited  # first of all: it tells dynamo what the active run is
+            from ..fx.inlining import call_edited  # first: the import tells dynamo what the active run is
 
             return call_edited(self, args, kwargs) if self._edits_apply() else super().__call__(*args, **kwargs)
         if self._edits_apply():
@@ -351,7 +355,7 @@ class NNsight(Editable):
         return super().__call__(*args, **kwargs)
 
     def _edits_apply(self) -> bool:
-        """Whether a call of the model, here and now, is to run its edits: outside of runs, and in a block of another model."""
+        """Whether a call of the model runs its edits now, which is the case outside of runs and in blocks of other models."""
         if not self._edits:
             return False
         run = active_interleaver()
@@ -366,12 +370,12 @@ class NNsight(Editable):
         must_run: bool = True,
         compile: bool | str | None = None,
     ) -> Any:
-        """Call the model, or ``function`` instead, with the edits of this object; ``must_run`` as for :meth:`.call_edited`."""
+        """Call ``function``, or by default the model, with the edits of this object; ``must_run`` as for :meth:`.call_edited`."""
         driver = self._driver(compile, function)
         return InterleavingTracer(driver, self, args, kwargs, named=self).call_edited(must_run)
 
     def _call_method(self, name: str, method: types.MethodType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the module with the edits of this object; those of every module, such as ``to``, without."""
+        """Call a method of the module with the edits of this object; methods of ``torch.nn.Module``, such as ``to``, without them."""
         if not self._edits or (hasattr(torch.nn.Module, name) and name != "forward"):
             return method(*args, **kwargs)
         leave_to_python(f"`{name}` of a model with edits")
@@ -383,34 +387,8 @@ class NNsight(Editable):
 
         return self._call_edited(call, args, kwargs, must_run=False)
 
-    def _prepare_input(self, *args: Any, **kwargs: Any) -> Arguments:
-        """Turn what the user passed to :meth:`trace` into the arguments of the module; subclasses override."""
-        joined = self._join_at_once([(args, kwargs)])
-        return (args, kwargs) if joined is None else joined.batched
-
-    def _join_at_once(self, inputs: list[Arguments], function: Any = None) -> Joined | None:
-        return join_at_once(self, inputs, function or self._module)
-
     def _compiled_driver(self) -> CompiledDriver:
         return self._compiled or self._make_driver({})
-
-    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
-        """Join the arguments of one more invoke to those of earlier ones; subclasses that can do so override.
-
-        That of a subclass with ``_batch_size`` joins all invokes at once, see :func:`~nnsight.runtime.invoker.join_at_once`.
-
-        Args:
-            batched: The arguments joined so far, ``None`` for the first invoke.
-            *args: Arguments of this invoke, as :meth:`_prepare_input` returned them; likewise ``kwargs``.
-
-        Returns:
-            The joined arguments ``(args, kwargs)`` and the number of rows of this invoke.
-        """
-        raise NotImplementedError(
-            f"Batching is not implemented for {type(self).__name__}: it does not support batching, as it cannot join the inputs of several "
-            "invokes. Use one invoke with input (any number of invokes without input can follow it), or define "
-            "`_prepare_input` and `_batch` in a subclass."
-        )
 
     def _make_driver(self, options: dict[str, Any]) -> CompiledDriver:
         from ..fx.driver import CompiledDriver
@@ -419,7 +397,7 @@ class NNsight(Editable):
         return driver
 
     def _alias_paths(self) -> dict[str, str]:
-        """Return the path behind each further name that ``rename`` gave."""
+        """Map the path of each name that ``rename`` added to the path of its module."""
         envoys = Envoy.modules(self)
         return {f"{envoy._path}.{name}": envoy.__dict__[name]._path for envoy in envoys for name in envoy._aliases}
 
@@ -435,7 +413,7 @@ class NNsight(Editable):
 
 
 def root_class(kind: type[Envoy]) -> type[NNsight]:
-    """Return the class of roots of a class of envoys: itself, if it is one of roots; else a subclass of both, made once."""
+    """Return a class for roots that are envoys of ``kind``: a cached subclass of both, unless ``kind`` is a class of roots itself."""
     if issubclass(kind, NNsight):
         return kind
     if kind is Envoy:

@@ -1,8 +1,8 @@
-"""A module of a wrapped model, traced by itself.
+"""Components: modules of a wrapped model that are traced by themselves.
 
-``with model.unet.trace(sample, timestep):`` calls only that module, with its own arguments. Its locations have the paths that they have in
-the whole model; ``tracer.result`` is what the module returned. A component loads the weights of its model, and is compiled if the model is,
-with the same options, as a graph of its own. Layers that are equal in both are lowered once.
+``with model.unet.trace(sample, timestep):`` calls only that module, with its own arguments. Its locations keep their paths in the whole
+model, and ``tracer.result`` is the output of the module. A trace of a component loads the weights of the model. If the model is compiled,
+the component is compiled with the same options, as a graph of its own. Regions that are equal in both graphs are lowered once.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ if TYPE_CHECKING:
 
 
 class Subtree:
-    """The tree ``whole`` of a model, with the module at ``path`` for a root."""
+    """The tree ``whole`` of a model, with the module at ``path`` as its root."""
 
     def __init__(self, whole: ModuleTree, path: str) -> None:
         self._whole = weakref.ref(whole)
         self.path = path
         self._known: tuple[int, torch.nn.Module] | None = None
         self._version = 0
-        self._seen = -1  # the version of the whole that this was found out for
+        self._seen = -1  # the version of the whole tree for which `_version` was computed
         self._modules: dict[torch.nn.Module, str] = {}
         self._attached = Attached(())
 
     @property
     def version(self) -> int:
-        """Grows whenever the modules of this part, or what is attached to them, have changed; changes elsewhere are of no concern."""
+        """A number that grows when the modules of this subtree, or hooks attached to them, change; other changes do not affect it."""
         seen = self.whole.version
         if seen != self._seen:
             below = f"{self.path}."
@@ -54,28 +54,28 @@ class Subtree:
 
     @property
     def whole(self) -> ModuleTree:
-        """The tree of the model, which its wrapper holds."""
+        """The tree of the model. Only the wrapper of the model keeps it alive."""
         whole = self._whole()
         if whole is None:
-            raise ValueError(f"The model of `{self.path}` is gone: keep its wrapper.")
+            raise ValueError(f"The model of `{self.path}` no longer exists: keep a reference to its wrapper.")
         return whole
 
     @property
     def root(self) -> torch.nn.Module:
-        """The module that is at the path now."""
+        """The current module at the path; raises ``ValueError`` if there is none."""
         version = self.whole.version
         if self._known is None or self._known[0] != version:
             module = self.whole.module_at(self.path)
             if module is None:
                 raise ValueError(
-                    f"`{self.path}` is no module of the model, or not any more, so it cannot be run by itself."
+                    f"The model has no module at `{self.path}`, or no longer has one, so it cannot be traced by itself."
                 )
             self._known = version, module
         return self._known[1]
 
     @property
     def fakes(self) -> Any:
-        """What passed each location in the latest scan."""
+        """The fake values at each location in the latest scan."""
         return self.whole.fakes
 
     @fakes.setter
@@ -87,7 +87,7 @@ class Subtree:
 
 
 class Component(NNsight):
-    """The root of the traces of the module of ``envoy``; :meth:`Envoy.trace` and the like make it."""
+    """The root envoy for traces of the module of ``envoy`` alone; :meth:`Envoy.trace` and similar methods make it."""
 
     _subtree: Subtree
     _followed: CompiledDriver | None
@@ -111,7 +111,7 @@ class Component(NNsight):
         self.__dict__.update(own, _children=dict(envoy._children), _aliases=set(envoy._aliases))
 
     def _model(self) -> NNsight | None:
-        """Return the model, if it still is there: nothing here keeps it alive."""
+        """Return the wrapper of the model, or ``None`` if it no longer exists; only a weak reference is kept here."""
         found: NNsight | None = self.__dict__["_whole"]()
         if found is None:
             roots: list[Any] = sorted(self._tree.roots, key=lambda root: len(root._edits))
@@ -127,7 +127,7 @@ class Component(NNsight):
         return super()._driver(compile, function)
 
     def _follow(self) -> None:
-        """Load the model, take its module at this path, and run compiled if it does."""
+        """Load the model, mirror its current module at this path, and take over its choice of driver."""
         model = self._model()
         dispatch = getattr(type(model), "dispatch", None)
         if dispatch is not None:
@@ -175,7 +175,7 @@ class Component(NNsight):
 
     def _refuse_remote(self) -> None:
         raise ValueError(
-            f"`{self._path}` is a module of a model, and servers run whole models: trace the model itself remotely, or this module here."
+            f"`{self._path}` is one module, and servers run only whole models: trace the model remotely, or this module in this process."
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,11 +184,11 @@ class Component(NNsight):
         return super().__call__(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(f"`{self._path}` is a module of a model: copy or pickle the model.")
+        raise TypeError(f"`{self._path}` is a module of a model, and cannot be copied or pickled by itself: copy or pickle the model.")
 
 
 def component_of(envoy: Envoy) -> Component:
-    """Return ``envoy`` as the root of traces of its own; each envoy has one."""
+    """Return the component of ``envoy``; it is cached on the envoy."""
     found: Component | None = envoy.__dict__.get("_component")
     if found is None or found._subtree._whole() is not envoy._tree:
         for root in envoy._tree.roots:
@@ -196,7 +196,7 @@ def component_of(envoy: Envoy) -> Component:
             if refuse is not None:
                 refuse(root, envoy)
         made = envoy.__dict__["_component"] = Component(envoy)
-        if found is not None:  # of a model that is gone
+        if found is not None:  # the cached one belongs to a tree that was replaced
             made._edits.extend(found._edits)
         return made
     if found._module is not envoy._module or found._version != envoy._version:

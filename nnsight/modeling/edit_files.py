@@ -1,10 +1,10 @@
-"""Edits as files, and edits of models that are copied or pickled.
+"""Edit files, and the edits of models that are copied or pickled.
 
-The file is a safetensors file with the tensors that the edits use. Its header has, as JSON, the text of each block and the values of its
-variables (:mod:`nnsight.tracing.excerpt`, :mod:`nnsight.modeling.values`). Nothing in it is pickled.
+An edit file is a safetensors file with the tensors that the edits use. Its header has, as JSON, the text of each block and the values of
+its variables (:mod:`nnsight.tracing.excerpt`, :mod:`nnsight.modeling.values`). Nothing in it is pickled.
 
-Reading a file compiles the blocks and imports the modules they name, and a model with imported edits runs the blocks. So **an edit file is
-a program**: import it from people whose Python scripts you would run.
+Reading a file compiles its blocks and imports the modules that they name, and a model with imported edits runs the blocks. So **an edit
+file is a program**: import files only from people whose Python scripts you would run.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from .values import ValueWriter, read_term, read_values
 if TYPE_CHECKING:
     from .base import NNsight
 
-#: Where the header of a file has the edits.
+#: The key of the edits in the header of a file.
 KEY = "nnsight edits"
 VERSION = 2
 SUFFIX = ".safetensors"
 
 
 def edit_file(model: NNsight, name: Any, export_dir: Any, variant: str) -> Path:
-    """Return the file that ``name``, ``export_dir`` and ``variant`` stand for; errors are those of :meth:`.Editable.export_edits`."""
+    """Return the path of the file for these arguments of :meth:`.Editable.export_edits`; raises the same errors."""
     if isinstance(name, os.PathLike) or (isinstance(name, str) and name.endswith(SUFFIX)):
         if export_dir is not None:
-            raise ValueError(f"{os.fspath(name)!r} is a file already: give a name and `export_dir`, or the file alone.")
+            raise ValueError(f"{os.fspath(name)!r} is the path of a file: pass it without `export_dir`, or a name and `export_dir`.")
         return Path(name)
     if name is None:
         known = model.__dict__.get("repo_id") or getattr(model._module, "name_or_path", None)
@@ -63,11 +63,11 @@ def edit_file(model: NNsight, name: Any, export_dir: Any, variant: str) -> Path:
 
 
 def write_edits(model: NNsight, path: Path) -> None:
-    """Write the edits of ``model`` to a file, which is as it was in case of an error."""
+    """Write the edits of ``model`` to a file. If an edit cannot be written, the file does not change."""
     if not model._edits:
         raise ValueError(
-            "The model has no edits to export. `model.edit()` puts the edit on a copy, which `as` binds: export that one, or "
-            "edit with `inplace=True`."
+            "The model has no edits to export. `model.edit()` edits a copy, which `as` binds: export the edits of the copy, or edit "
+            "with `inplace=True`."
         )
     content, tensors = _dumped(model, model._edits)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,10 +75,10 @@ def write_edits(model: NNsight, path: Path) -> None:
 
 
 def read_edits(model: NNsight, path: Path) -> list[Edit]:
-    """Return the edits in a file, as edits of ``model``; errors are those of :meth:`.Editable.import_edits`."""
+    """Return the edits in a file, as edits of ``model``; raises the errors of :meth:`.Editable.import_edits`."""
     if not path.is_file():
         variants = sorted(file.stem for file in path.parent.glob("*" + SUFFIX)) if path.parent.is_dir() else []
-        there = f" There are the variants {', '.join(variants)}." if variants else ""
+        there = f" These variants exist: {', '.join(variants)}." if variants else ""
         raise FileNotFoundError(f"There are no exported edits at {path}.{there}")
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -94,9 +94,9 @@ def read_edits(model: NNsight, path: Path) -> list[Edit]:
 
 
 class PortableEdits:
-    """The edits of a model that is copied; called with the copy, it returns the edits of the copy.
+    """The edits of a model that is copied or pickled; a call with the copy returns the edits of the copy.
 
-    A deep copy shares the objects that the edits use. A pickled model has the content of an edit file.
+    A deep copy shares the objects that the edits use. A pickle contains the content of an edit file.
     """
 
     def __init__(self, model: NNsight) -> None:
@@ -114,7 +114,7 @@ class PortableEdits:
 
 
 def _moved(edit: Edit, old: NNsight, new: NNsight) -> Edit:
-    """Return ``edit`` for a copy of its model: variables that hold parts of the old model hold those of the new one."""
+    """Return ``edit`` for ``new``, a copy of its model: variables with parts of ``old`` get the same parts of ``new``."""
     scope, roots = edit.scope.copy(), set(edit.roots)
     for name, value in list(scope.items()):
         if isinstance(value, Envoy) and value._tree is old._tree:
@@ -135,10 +135,10 @@ def _dumped(model: NNsight, edits: Iterable[Edit]) -> tuple[dict[str, Any], dict
 
 
 def _loaded(content: dict[str, Any], tensors: dict[str, torch.Tensor], model: NNsight) -> list[Edit]:
-    """Return the edits that :func:`_dumped` has written, as edits of ``model``; errors are those of :func:`read_edits`."""
+    """Return the edits in the result of :func:`_dumped`, as edits of ``model``; raises the errors of :func:`read_edits`."""
     if content["version"] != VERSION:
         raise ValueError(
-            f"It has version {content['version']} of the format, and this nnsight reads version {VERSION}: import it with the "
+            f"The file has version {content['version']} of the format, and this nnsight reads version {VERSION}: import it with the "
             "version of nnsight that exported it, or export the edits again."
         )
     values = read_values(model, content["values"], tensors)
@@ -146,14 +146,14 @@ def _loaded(content: dict[str, Any], tensors: dict[str, torch.Tensor], model: NN
 
 
 def _written(model: NNsight, edit: Edit, writer: ValueWriter) -> dict[str, Any]:
-    """Return an edit as JSON. Globals that it reads are variables there."""
+    """Return an edit as JSON, in which the globals that it reads become variables."""
     source, user = edit.source, f"The edit at {edit.source.place}"
     if not source.text:
-        raise ValueError(f"{user} cannot be exported: its text is gone. Put it into a file.")
+        raise ValueError(f"{user} cannot be exported: its source text is not available. Define it in a file.")
     code, own = edit.block.code, set(edit.block.shared)
     needed = own - _assigned_first(code)
     assigned = {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
-    if "__class__" in own or any(map(str.isidentifier, assigned)):  # assertions that pytest has rewritten assign other names
+    if "__class__" in own or any(map(str.isidentifier, assigned)):  # pytest's rewritten assertions assign names that are no identifiers
         raise TypeError(f"{user} assigns a global or calls `super()`: it cannot be exported.")
     values = {name: value for name, value in edit.scope.items() if name in needed}
     values |= dict.fromkeys(edit.roots & needed, model)
@@ -174,7 +174,7 @@ def _written(model: NNsight, edit: Edit, writer: ValueWriter) -> dict[str, Any]:
 
 
 def _read(model: NNsight, row: dict[str, Any], table: list[Any]) -> Edit:
-    """Return the edit that :func:`_written` wrote."""
+    """Return the edit in a result of :func:`_written`."""
     source = Excerpt(**row["source"])
     values = {name: read_term(term, table) for name, term in row["variables"].items()}
     try:
@@ -187,7 +187,7 @@ def _read(model: NNsight, row: dict[str, Any], table: list[Any]) -> Edit:
     if missing:
         raise ValueError(
             f"The edit written at {source.place} uses `{missing[0]}`, which this model ({type(model._module).__name__}) "
-            "does not have. Import the edits into a model of the kind they were made for, with the same `rename`."
+            "does not have. Import the edits into a model with the same modules and the same `rename` as the one they were made for."
         )
     roots = frozenset(name for name in block.shared if values.get(name) is model)
     scope = Scope({name: types.CellType() for name in block.shared})
@@ -198,9 +198,9 @@ def _read(model: NNsight, row: dict[str, Any], table: list[Any]) -> Edit:
 
 
 def _assigned_first(code: types.CodeType) -> set[str]:
-    """Return variables that ``code`` assigns before it reads them, so that their former value does not matter.
+    """Return the variables that ``code`` assigns before it reads them, so that their earlier values do not matter.
 
-    Code behind the first condition may not run, and does not count; the body of a ``for`` is assumed to run.
+    Code after the first condition may not run, and does not count. The body of a ``for`` loop is assumed to run.
     """
     first: dict[str, str] = {}
     for instruction in dis.get_instructions(code):
@@ -212,7 +212,7 @@ def _assigned_first(code: types.CodeType) -> set[str]:
 
 
 def _locations(block: Block, values: dict[str, Any], model: NNsight) -> list[str]:
-    """Return the parts of the model that a block names outright, as written: ``model.transformer.h[3]``."""
+    """Return the expressions in a block that name a part of the model, as written: ``model.transformer.h[3]``."""
     targets = block.target if isinstance(block.target, tuple) else [block.target or ""]
     values = values | dict.fromkeys(targets, model)
     nodes = [node for part in block.body for node in ast.walk(part) if isinstance(node, (ast.Attribute, ast.Subscript))]
@@ -220,7 +220,7 @@ def _locations(block: Block, values: dict[str, Any], model: NNsight) -> list[str
 
 
 def _part(node: ast.expr, values: dict[str, Any]) -> Envoy | None:
-    """Return the part of the model that an expression names: a variable, then child modules and constant indices."""
+    """Return the part of the model that an expression names: a variable, followed by child modules and constant indices."""
     found: Any = None
     try:
         match node:
@@ -231,6 +231,6 @@ def _part(node: ast.expr, values: dict[str, Any]) -> Envoy | None:
                 found = vars(envoy).get(name, envoy._children.get(name))
             case ast.Subscript(value=parent, slice=index):
                 found = _part(parent, values)[ast.literal_eval(index)]  # type: ignore[index]
-    except (ValueError, LookupError, TypeError):  # the parent is no part, or the index no constant or out of range
+    except (ValueError, LookupError, TypeError):  # the parent is no part of the model, or the index is no constant or out of range
         return None
     return found if isinstance(found, Envoy) else None

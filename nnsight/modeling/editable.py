@@ -1,4 +1,4 @@
-"""Edits of a model: blocks that it keeps, runs in every later trace and call, and takes along when it is copied."""
+"""Edits of a model: blocks that it keeps, and runs in every later trace and call. Copies of the model have them, too."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class Editable(Envoy):
     _edits: list[Edit]
     _compiled_edits: Any
     #: The tensors and floats that compiled edits take from outside, by name: a mutable mapping. ``steered.params["alpha"] = 6.0``, or an
-    #: edit in place of a tensor, takes effect at the next call; nothing is compiled for it. There is none before :meth:`.NNsight.compile`.
+    #: in-place edit of a tensor, takes effect at the next call without a compilation. It exists after :meth:`.NNsight.compile`.
     params: Any
 
     @uncompiled
     def edit(self, *, inplace: bool = False, backend: Backend | None = None) -> EditingTracer:
-        """Keep a block and run it in every later trace and call of the model.
+        """Keep a block, and run it in every later trace and call of the model.
 
         Args:
-            inplace: Edit this object; by default the block goes to a copy, which ``as`` binds. The copy shares modules,
+            inplace: Edit this object. By default, the block goes to a copy, which ``as`` binds. The copy shares modules,
                 weights and compiled graphs with this object.
-            backend: What is given the block, and keeps it by running the tracer; by default it is kept.
+            backend: Gets the block, and keeps it by running the tracer. By default the block is kept right away.
 
         Example:
             >>> model = NNsight(torch.nn.Linear(2, 2))
@@ -51,14 +51,14 @@ class Editable(Envoy):
         edited.__dict__.update(self.__dict__, _children=dict(self._children), _aliases=set(self._aliases))
         edited.__dict__.update(_edits=[edit.of(edited) for edit in self._edits], _compiled_edits=None)
         edited.__dict__.pop("params", None)
-        if self in self._tree.roots:  # one that stands for a part of a model is not
+        if self in self._tree.roots:  # false for a component
             edited._tree.roots.add(edited)
         return edited
 
     def apply(self, program: Any) -> Any:
         """Return a copy of this model that runs a :class:`nnsight.Program` in each of its traces and calls, as :meth:`edit` does.
 
-        Anything else goes to ``torch.nn.Module.apply``, which returns this model.
+        Any other argument is passed to ``torch.nn.Module.apply``; the result is then this model.
 
         Raises:
             InvalidProgramError: If this model lacks a part that the program names.
@@ -70,13 +70,13 @@ class Editable(Envoy):
 
     @uncompiled
     def bake(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Return a copy of the module that has the edits as hooks: a plain ``torch.nn.Module``, which shares the weights with this one.
+        """Return a copy of the module with the edits as hooks: a plain ``torch.nn.Module``, which shares the weights with this model.
 
-        Modules with hooks get a subclass of their class, so that torch does not take the compiled code of other modules for them.
+        Modules with hooks get a subclass of their class, so that torch does not use compiled code of other modules for them.
 
-        The tensors and floats that the edits take from outside are buffers of it, or parameters if they require gradients: ``edit_alpha``
-        for ``alpha``. It works with ``torch.compile(fullgraph=True)``, ``torch.export.export`` and ``generate`` of transformers, and what
-        ``torch.export`` makes of it needs no nnsight.
+        The tensors and floats that the edits take from outside become buffers of the copy, or parameters if they require gradients:
+        ``edit_alpha`` for ``alpha``. The copy works with ``torch.compile(fullgraph=True)``, ``torch.export.export`` and ``generate`` of
+        transformers. The result of ``torch.export`` does not need nnsight.
 
         Args:
             *args: An example of the input, as for :meth:`trace`. Its values do not matter. Most models of transformers that read only
@@ -85,8 +85,8 @@ class Editable(Envoy):
 
         Raises:
             ValueError: If the model has no edits, or there is no example.
-            NotExpressibleError: If an edit needs values, or Python that a program cannot have.
-            InvalidProgramError: If an edit has something that is no part of a model, such as gradients or prints.
+            NotExpressibleError: If an edit needs values, or Python that a program cannot express.
+            InvalidProgramError: If an edit does something that a module cannot do, such as computing gradients or printing.
 
         Example:
             >>> with model.edit() as steered:
@@ -97,7 +97,7 @@ class Editable(Envoy):
         return baked
 
     def clear_edits(self) -> None:
-        """Forget the blocks of :meth:`edit`."""
+        """Remove all edits of this object, in place."""
         self._edits.clear()
 
     def export_edits(
@@ -106,15 +106,15 @@ class Editable(Envoy):
         export_dir: str | os.PathLike[str] | None = None,
         variant: str = "__default__",
     ) -> Path:
-        """Write the edits of this model to a file, to be imported by another process or somebody else.
+        """Write the edits of this model to a file, from which another process can import them.
 
-        An edit is written as the text of its block, with the values that its variables and the globals it uses have now:
-        tensors, plain data, parts of this model (as their paths), and functions, classes and Python modules (as the names
-        they are imported by). The file is a safetensors file; nothing is pickled.
+        An edit is written as the text of its block, with the current values of its variables and of the globals that it
+        uses: tensors, plain data, parts of this model (as their paths), and functions, classes and Python modules (as their
+        import names). The file is a safetensors file; nothing is pickled.
 
         Args:
-            name: What the edits belong to; by default the repository the model was loaded from, else the name of its
-                class. A path, or a name that ends in ``.safetensors``, is the file itself.
+            name: Name of the model that the edits are for; by default that of the repository it was loaded from, else of
+                its class. A path, or a name that ends in ``.safetensors``, is the file itself.
             export_dir: Folder of exports; by default ``nnsight/edits`` in the user's cache folder.
             variant: Name of this set of edits among those of ``name``.
 
@@ -124,7 +124,6 @@ class Editable(Envoy):
         Raises:
             ValueError: If the model has no edits, or the arguments contradict each other.
             TypeError: If an edit uses a value that cannot be written; the message names the variable.
-
         """
         from .edit_files import edit_file, write_edits
 
@@ -139,15 +138,15 @@ class Editable(Envoy):
         export_dir: str | os.PathLike[str] | None = None,
         variant: str = "__default__",
     ) -> None:
-        """Add exported edits to this model, in place, after those it has; arguments are those of :meth:`export_edits`.
+        """Append exported edits to the edits of this model, in place; arguments are those of :meth:`export_edits`.
 
-        An edit is Python code, which runs in every later trace; modules that it names are imported right away. Import
+        An edit is Python code, which runs in every later trace. Python modules that it uses are imported right away. Import
         edits only from people whose Python scripts you would run.
 
         Raises:
             FileNotFoundError: If there is no such export.
-            ValueError: If the file is damaged, or an edit names a part that this model does not have. Nothing is imported
-                then.
+            ValueError: If the file is damaged, or an edit names a part that this model does not have. The edits of this
+                model then stay as they are.
             ImportError: If an edit uses a function, class or module that cannot be imported here. Likewise.
         """
         from .edit_files import edit_file, read_edits
@@ -156,7 +155,7 @@ class Editable(Envoy):
         self._edits.extend(read_edits(model, edit_file(model, name, export_dir, variant)))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copy and pickle as the module with its options; the mirror, and what was compiled, is made anew."""
+        """Copy and pickle the module with the options of this object; a copy gets new envoys and compiles anew."""
         kind = next(base for base in type(self).__mro__ if "_moved" not in vars(base))
         own = {"_module", "_own_tree", "_children", "_envoys", "_version", "_path", "_aliases", "_shown_envoys", "_tree_of_root"}
         own |= {"_compiled", "_compiled_edits", "params", "_pipeline"}
@@ -178,7 +177,7 @@ def _rebuild(
     compile_options: dict[str, Any] | None,
     state: dict[str, Any],
 ) -> NNsight:
-    """Return the wrapper that :meth:`NNsight.__reduce_ex__` took apart."""
+    """Return a wrapper from the result of :meth:`Editable.__reduce_ex__`."""
     kind = late("root_class")(kind)
     made = kind.__new__(kind)
     made.__dict__.update(state, _compiled=None, _compiled_edits=None)

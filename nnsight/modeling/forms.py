@@ -1,4 +1,4 @@
-"""The forms in which prompts come: text, token ids, chats, and what tokenizers return."""
+"""Forms of prompts: text, token ids, chats, and encodings as tokenizers return them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-#: Arguments that a call can do with instead of ``input_ids``.
+#: Arguments that can replace ``input_ids``.
 _INSTEAD_OF_IDS = {"inputs_embeds", "encoder_outputs", "decoder_input_ids", "decoder_inputs_embeds"}
 
-#: All of them, for messages.
+#: All forms of prompts, for error messages.
 FORMS = (
     "a string, a list of strings, token ids (a list, a list of lists, or an integer tensor or array with one "
     "or two dimensions), a dict or BatchEncoding with `input_ids`, a chat (a list of {'role': ..., "
@@ -21,7 +21,7 @@ FORMS = (
 
 
 def by_name(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a trace by name, having checked that there is something to run on."""
+    """Return the arguments of a trace by name; raise an error if there is no input."""
     if len(inputs) > 1:
         raise TypeError(f"A trace takes one input, not {len(inputs)}. Pass several prompts as a list.")
     named: dict[str, Any] = {}
@@ -51,7 +51,7 @@ def id_tensor(ids: torch.Tensor | np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def id_rows(prompts: Sequence[Any]) -> list[list[int]]:
-    """Return token ids, given as one row or as a list of rows, as a list of rows."""
+    """Return token ids as a list of rows; ``prompts`` is one row or a list of rows."""
     if all_integers(prompts):
         return [[int(item) for item in prompts]]
     rows = []
@@ -61,7 +61,7 @@ def id_rows(prompts: Sequence[Any]) -> list[list[int]]:
         elif isinstance(row, (list, tuple)) and all_integers(row):
             rows.append([int(item) for item in row])
         else:
-            raise TypeError(f"Among the prompts or ids is {describe(row)}. Pass {FORMS}.")
+            raise TypeError(f"The list of prompts or token ids contains {describe(row)}. Pass {FORMS}.")
     return rows
 
 
@@ -71,7 +71,7 @@ def all_are(values: Sequence[Any], kind: type | tuple[type, ...]) -> bool:
 
 
 def all_integers(values: Sequence[Any]) -> bool:
-    """Whether all ``values`` are integers, which truth values are not."""
+    """Whether all ``values`` are integers; ``bool`` does not count."""
     return all(isinstance(value, Integral) and not isinstance(value, bool) for value in values)
 
 

@@ -1,7 +1,7 @@
-"""Generation: a trace of many calls of the model, one for each token.
+"""Generation: a trace with many calls of the model, one for each token.
 
-A trace calls the module, or here a :class:`Generation`. Locations of the model occur once for each token, and the ids that ``generate`` of
-transformers makes are locations, too.
+Such a trace calls a :class:`Generation` instead of the module. Locations of the model occur once for each token. The ids that ``generate``
+of transformers streams and returns have locations, too.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from .transformers.model import TransformersModel
 
 
-#: New ids of a generation that says nothing about their number.
+#: Number of new tokens if neither the call nor the model specifies it, as in transformers.
 _LENGTH = 20
 
 
-class _AllMade(BaseException):
-    """Ends a generation on fakes; no ``except Exception`` of a model stops it."""
+class _LengthReached(BaseException):
+    """Ends a generation on fake tensors; not an ``Exception``, so that no handler in a model catches it."""
 
 
 def _configured(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a generation that say how much it makes: as given, else those of the model."""
+    """Return the options that determine the size of the output: the given ones, or else those of the model."""
     own = getattr(module, "generation_config", None)
     given = kwargs.get("generation_config") or own
     names = ("num_beams", "return_dict_in_generate", "num_return_sequences", "max_new_tokens", "max_length")
@@ -37,7 +37,7 @@ def _configured(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_static_cache(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of a generation with the static cache that they ask for, made before the model runs (:mod:`.static_caches`)."""
+    """Return ``kwargs`` with a cache that is made now, if they request a static cache (:mod:`.static_caches`)."""
     config = _configured(module, kwargs)
     instead = ("past_key_values", "cache", "generation_config", "assistant_model", "prefill_chunk_size", "custom_generate")
     ids = kwargs.get("input_ids")
@@ -50,8 +50,8 @@ def _with_static_cache(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         or ids is None
     ):
         return kwargs
-    tokens = config["max_new_tokens"] or max(config["max_length"] or 0, _LENGTH)  # or fewer: a maximum may include the prompt
-    # As transformers does, as long as the longest before: another length is another graph.
+    tokens = config["max_new_tokens"] or max(config["max_length"] or 0, _LENGTH)  # an upper bound: `max_length` includes the prompt
+    # Like transformers, never shorter than the longest cache before: another length needs another graph.
     others = kwargs.get("max_cache_len") or 0, getattr(module, "_previous_max_cache_length", 0)
     positions = max(ids.shape[1] + tokens - 1, *others)
     cache = static_cache(module, ids.shape[0] * (config["num_return_sequences"] or 1), positions)
@@ -63,11 +63,11 @@ def _with_static_cache(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class Generation:
-    """Calls ``generate`` of a model in a trace of a generation, and prepares its input."""
+    """Calls ``generate`` of a model in a trace, and prepares its input."""
 
-    #: Occurs once for each token.
+    #: The location that occurs once for each token.
     pace = "model.output"
-    #: Occurs once for the prompt and once for each token.
+    #: The location that occurs once for the prompt and once for each token.
     surplus = "model.generator.streamer.output"
 
     def __init__(self, model: TransformersModel) -> None:
@@ -80,7 +80,7 @@ class Generation:
         run = active_interleaver()
         is_routed = run is not None or vars(module).get("_compiled_call_impl") is not None
         if is_routed and hasattr(getattr(module, "generation_config", None), "disable_compile"):
-            # With a static cache transformers would compile the model itself: past the blocks, and past what compiles it here.
+            # With a static cache, transformers would compile the model itself, without the blocks and not as configured here.
             kwargs.setdefault("disable_compile", True)
             kwargs = _with_static_cache(module, kwargs)
         if run is not None and "streamer" not in kwargs and _configured(module, kwargs)["num_beams"] == 1:
@@ -89,12 +89,12 @@ class Generation:
         return output if run is None else run.handle("model.generator.output", output)
 
     def _scan_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Generate with ``module``, a copy on fakes, whose ids do not say when to stop: it makes as many as it may."""
+        """Generate with ``module``, a fake copy. Fake ids cannot end a generation early, so it makes the maximal number of tokens."""
         config = _configured(module, kwargs)
         if config["num_beams"] != 1 or config["return_dict_in_generate"]:
             raise ValueError(
-                "A generation with `num_beams` or `return_dict_in_generate` depends on values, and is not scanned or validated. "
-                "Leave these out, or scan= and validate=."
+                "A generation with `num_beams` or `return_dict_in_generate` depends on values, so it cannot be scanned or validated. "
+                "Leave out these options, or scan= and validate=."
             )
         names = ("input_ids", "inputs_embeds", module.main_input_name)
         ids: Any = next(kwargs[name] for name in names if kwargs.get(name) is not None)
@@ -107,18 +107,18 @@ class Generation:
             nonlocal calls
             calls += 1
             if calls > tokens:
-                raise _AllMade
+                raise _LengthReached
 
         counting = module.register_forward_pre_hook(count)
         try:
             made = self._generate(module, args, kwargs)
             if not calls:
                 raise ValueError(
-                    f"`generate` of {type(module).__name__} looks at values before it calls the model, and is not scanned or validated. "
+                    f"`generate` of {type(module).__name__} reads values before it calls the model, so it cannot be scanned or validated. "
                     "Leave out scan= and validate=."
                 )
             return made
-        except _AllMade:
+        except _LengthReached:
             made = torch.empty(rows, start + tokens, dtype=torch.int64, device=ids.device)
         finally:
             counting.remove()
@@ -126,16 +126,16 @@ class Generation:
         return made if run is None else run.handle("model.generator.output", made)
 
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Generate with another module in place of the model, to see how it is called."""
+        """Generate with ``module``, a fake copy of the model, for the probe."""
         kwargs = self._model._probed(module, kwargs)
         return module.generate(*args, **{name: value for name, value in kwargs.items() if name != "streamer"})
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
-        """Return the arguments of ``generate``: it counts positions and starts decoders itself."""
+        """Return the arguments of ``generate``, without positions and decoder ids, which it makes itself."""
         kwargs |= kwargs.pop("generate_kwargs", None) or {}
         given = set(kwargs)
         longest = {"max_length": kwargs["max_length"]} if kwargs.get("max_length") is not None else {}
-        if longest and not kwargs.get("truncation"):  # of the tokenizer, too, where it truncates
+        if longest and not kwargs.get("truncation"):  # with `truncation`, it limits the prompt, too
             del kwargs["max_length"]
         args, prepared = self._model._prepare_input(*inputs, **kwargs)
         prepared |= longest
@@ -150,7 +150,7 @@ class Generation:
 
 
 class Streamer:
-    """Offers the ids that ``generate`` streams to the active run."""
+    """A streamer for ``generate`` that offers the ids to the active run."""
 
     def put(self, value: torch.Tensor) -> None:
         run = active_interleaver()
@@ -158,4 +158,4 @@ class Streamer:
             run.handle(Generation.surplus, value)
 
     def end(self) -> None:
-        """Nothing is left to offer."""
+        """Do nothing: ``generate`` calls this at the end."""

@@ -1,4 +1,4 @@
-"""Models of the model hub: lazy by their configuration, loaded by ``from_pretrained``."""
+"""Models of the Hugging Face hub: made lazily from their configuration, and loaded with ``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -19,37 +19,37 @@ from ..demo import path as demo_path
 from .mixins import naming
 from .mixins.remotable import RemoteableMixin
 
-#: Options of ``from_pretrained`` that say where files come from, so they hold for the tokenizer too.
+#: Options of ``from_pretrained`` about the source of files. They apply to preprocessors, too.
 REPOSITORY_OPTIONS = {"cache_dir", "force_download", "local_files_only", "revision", "token", "trust_remote_code"}
 
-#: Options of bitsandbytes by the name of a type.
+#: For each quantised ``dtype=``: the options of bitsandbytes.
 _QUANTISED: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
 }
 
-#: Lets models compute numbers while they are made without weights; not in all versions of transformers.
+#: A context in which constructors of models can compute with values on the meta device; not in all versions of transformers.
 _safe_creation = getattr(import_module("transformers.initialization"), "meta_device_safe_creation_ops", contextlib.nullcontext)
 
 
 class HuggingFaceModel(RemoteableMixin):
-    """A root class for models of the hub; :meth:`_load` and :meth:`_load_meta` take a name or folder, ``automodel`` and its options."""
+    """A root class for models of the hub. The loading methods take a name or folder, ``automodel`` and options of ``from_pretrained``."""
 
     @property
     def repo_id(self) -> str | None:
-        """Name of the repository, or the folder, that the model was loaded from; None if it says nowhere."""
+        """Name of the repository, or the folder, that the model was loaded from; None if it is not known."""
         named = self.__dict__.get("_repository")
         return named[0] if named else getattr(self._module, "name_or_path", None) or None
 
     @property
     def revision(self) -> str:
-        """Branch, tag or commit of the repository."""
+        """Branch, tag or commit of the repository; ``"main"`` by default."""
         named = self.__dict__.get("_repository")
         return named[1] if named else "main"
 
     def _load(self, name: str | os.PathLike[str], *, automodel: Any, **options: Any) -> torch.nn.Module:
-        """Return the model with its weights, and with what was set on the configurations of the lazy model."""
+        """Return the model with its weights; attributes set on the configurations of the lazy model are copied to it."""
         with naming(name):
             loaded: torch.nn.Module = automodel.from_pretrained(folder_or_name(name), **options)
         for attribute, as_made in self.__dict__.pop("_settings", {}).items():
@@ -70,29 +70,29 @@ class HuggingFaceModel(RemoteableMixin):
 
 
 def folder_or_name(name: str | os.PathLike[str]) -> str:
-    """Return what ``from_pretrained`` takes for ``name``."""
+    """Return the name or folder to pass to ``from_pretrained``: the folder of the demo model for its name, else ``name``."""
     name = os.fspath(name)
     return demo_path() if name == DEMO_NAME else name
 
 
 def class_by_name(automodel: Any) -> Any:
-    """Return a class of transformers that may be given by its name."""
+    """Return ``automodel``, looked up in transformers if it is the name of a class; raise ``ValueError`` if there is none."""
     if isinstance(automodel, str):
         if not hasattr(transformers, automodel):
-            raise ValueError(f"transformers has no class {automodel!r}, which automodel= names.")
+            raise ValueError(f"automodel={automodel!r}: transformers has no class of this name.")
         return getattr(transformers, automodel)
     return automodel
 
 
 def loading_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of ``from_pretrained`` for those of this package: ``device``, ``torch_dtype`` and quantised types.
+    """Return options of ``from_pretrained``, with ``device``, ``torch_dtype`` and quantised dtypes converted to its own options.
 
     Raises:
         ValueError: If ``device`` and ``device_map`` are both given.
-        ImportError: If a quantised type is asked for without its package.
+        ImportError: If a quantised dtype is requested, and bitsandbytes is not installed.
     """
     made = dict(options)
-    if "torch_dtype" in made:  # the former name, about which transformers warns
+    if "torch_dtype" in made:  # the former name; transformers warns about it
         made["dtype"] = made.pop("torch_dtype")
     device = made.pop("device", None)
     if device is not None:
@@ -102,18 +102,18 @@ def loading_options(options: dict[str, Any]) -> dict[str, Any]:
     dtype = made.get("dtype")
     if isinstance(dtype, str) and dtype in _QUANTISED:
         if importlib.util.find_spec("bitsandbytes") is None:
-            raise ImportError(f"dtype={dtype!r} is a quantisation of bitsandbytes: `pip install bitsandbytes`.")
+            raise ImportError(f"dtype={dtype!r} needs the package bitsandbytes: `pip install bitsandbytes`.")
         made["quantization_config"] = transformers.BitsAndBytesConfig(**_QUANTISED[made.pop("dtype")])
     return made
 
 
 def device_of(device: Any) -> torch.device:
-    """Return a device that may be given as a number, as transformers counts them: -1 is the CPU."""
+    """Return a device; numbers are those of transformers, where -1 is the CPU."""
     return torch.device("cpu") if device == -1 else torch.device(device)
 
 
 def read_configuration(name: str, options: dict[str, Any]) -> tuple[PreTrainedConfig, dict[str, Any]]:
-    """Return the configuration of a model, with the ``options`` that are for it set, and the other options."""
+    """Return the configuration of a model, updated from ``options``, and the options that are not part of it."""
     config, others = options.get("config"), {key: value for key, value in options.items() if key != "config"}
     if isinstance(config, PreTrainedConfig):
         return copy.deepcopy(config), others
@@ -122,7 +122,7 @@ def read_configuration(name: str, options: dict[str, Any]) -> tuple[PreTrainedCo
 
 
 def _from_configuration(automodel: Any, name: str, options: dict[str, Any]) -> torch.nn.Module:
-    """Return the model that ``automodel.from_pretrained(name, **options)`` would return, its weights as they come."""
+    """Return the model that ``automodel.from_pretrained(name, **options)`` would return, without loading its weights."""
     options.pop("quantization_config", None)
     chosen: dict[str, Any] = {
         key: options.pop(key) for key in ("attn_implementation", "experts_implementation") if key in options

@@ -1,4 +1,4 @@
-"""Language models: models of transformers that read and write text."""
+"""Language models: transformers models that read and write text."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from .transformers.model import TransformersModel
 
 
 class LanguageModel(TransformersModel):
-    """A transformers model with its tokenizer: a :class:`TransformersModel` for text, whatever its class is.
+    """A transformers model with its tokenizer: a :class:`TransformersModel` of the task "text-generation", whatever its class is.
 
     Args:
         model: Name of a repository on the model hub, folder written by ``save_pretrained``, or a model that
             is loaded already. ``"nnsight/demo"`` is the small model that comes with this package.
         tokenizer: The tokenizer, or the name or folder to load it from. By default that of ``model``.
         automodel: The class whose ``from_pretrained`` loads the model, or its name in transformers: ``AutoModelForSeq2SeqLM``
-            for T5, ``AutoModelForMaskedLM`` for BERT. One that can make no model of a configuration (``from_config``) loads at once.
-        **options: All others of :class:`TransformersModel`.
+            for T5, ``AutoModelForMaskedLM`` for BERT. With a class that lacks ``from_config``, the weights load at once.
+        **options: All other options of :class:`TransformersModel`.
 
     Example:
         >>> model = LanguageModel("nnsight/demo")

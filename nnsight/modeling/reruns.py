@@ -1,8 +1,8 @@
-"""What a trace keeps so that its block can run once more, on fakes, if somebody asks for its program.
+"""Second runs of blocks: ``tracer.program`` runs a block once more, on fake tensors, with the variables and inputs of its trace.
 
-Nothing of the user's is kept alive. Numbers and texts are kept as they are. Lists, tuples and dicts are kept as copies of what was in them
-before the block ran, tensors and all other objects by weak references. A tensor among the inputs that is gone is replaced by one like
-it, as a run on fakes does not look at its values. A variable that is gone is an error.
+The record of a trace keeps no object of the user alive. It contains numbers and strings themselves, the content of lists, tuples and dicts
+before the block ran, and weak references to tensors and all other objects. An input tensor that no longer exists is replaced by one of the
+same size, dtype and device, since a run on fake tensors ignores values. A variable that no longer exists is an error.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _PLAIN = frozenset(
     | {types.EllipsisType, types.BuiltinFunctionType}
 )
 
-#: Containers with more items are not copied, nor are those nested deeper.
+#: Containers with more items, or at a deeper level of nesting, are not kept.
 _LONGEST, _DEEPEST = 256, 4
 
-#: Containers that a run of a block on fakes gets copies of.
+#: Containers that :func:`container_copy` copies.
 _CONTAINERS = {list, dict, set, bytearray, deque, defaultdict, OrderedDict, Counter}
 
-#: In the place of a value that cannot be kept.
-_LOST = object()
+#: Stands for a value that cannot be kept.
+_NOT_KEPT = object()
 
 
 class GoneError(LookupError):
-    """A value does not exist any more."""
+    """A value no longer exists, or could not be kept."""
 
 
-class _Copied(NamedTuple):
-    """A list, a tuple, or a dict (its keys, and its values as ``items``)."""
+class _KeptContainer(NamedTuple):
+    """The content of a list, a tuple, or a dict (its keys, and its values as ``items``)."""
 
     kind: type
     keys: tuple[Any, ...]
     items: tuple[Any, ...]
 
 
-class _Described(NamedTuple):
-    """A tensor, or what one like it has."""
+class _KeptTensor(NamedTuple):
+    """A weak reference to an input tensor, and the properties by which it can be replaced."""
 
     reference: weakref.ref[torch.Tensor]
     size: torch.Size
@@ -59,18 +59,18 @@ class _Described(NamedTuple):
 
 
 class Rerun:
-    """The block of a trace that is about to run, and what it finds outside; see the module.
+    """The block, variables and inputs of a trace that is about to run; see the module.
 
     Attributes:
         block: The block.
-        kind: Class of what calls the model; ``None`` if the trace calls the model itself.
+        kind: Class of the object that calls the model, such as ``Generation``; ``None`` if the trace calls the model itself.
     """
 
     def __init__(self, tracer: ModelTracer) -> None:
         assert tracer.info is not None and tracer.scope is not None and tracer._call is not None
         self.block, self._globals = tracer.info, tracer.module_globals
         self._names, given = tuple(tracer.scope.cells), tracer.module_globals
-        known: dict[int, _Copied] = {}
+        known: dict[int, _KeptContainer] = {}
         mentioned = self.block.shared  # a session has the variables of all its traces
         self._variables = [(name, _kept(value, known)) for name, value in tracer.scope.items() if name in mentioned]
         self._used = [(name, _kept(given[name], known)) for name in self.block.globals_read if name in given]
@@ -82,15 +82,15 @@ class Rerun:
 
     @property
     def has_inputs(self) -> bool:
-        """Whether the tensors among the inputs are still those of the trace."""
+        """Whether all tensors among the inputs still exist."""
         described = [*self._inputs[0], *(value for _, value in self._inputs[1])]
-        return all(value.reference() is not None for value in _leaves(described) if type(value) is _Described)
+        return all(value.reference() is not None for value in _leaves(described) if type(value) is _KeptTensor)
 
     def tracer(self) -> ModelTracer:
         """Return a trace with the same block and inputs, ready to run, with copies of the variables.
 
         Raises:
-            GoneError: If a variable that the block found outside, or the model, is gone.
+            GoneError: If the model, or a variable from outside the block, no longer exists.
         """
         model = self._model()
         if model is None:
@@ -110,8 +110,8 @@ class Rerun:
         return tracer
 
 
-def _kept(value: Any, known: dict[int, _Copied], depth: int = 0) -> Any:
-    """Return what is kept of a value; ``known`` are the containers that were met before, by identity."""
+def _kept(value: Any, known: dict[int, _KeptContainer], depth: int = 0) -> Any:
+    """Return the record of a value; ``known`` has the records of earlier containers, by identity."""
     kind = type(value)
     if kind in _PLAIN:
         return value
@@ -119,33 +119,33 @@ def _kept(value: Any, known: dict[int, _Copied], depth: int = 0) -> Any:
         if id(value) in known:
             return known[id(value)]
         if len(value) > _LONGEST or depth > _DEEPEST:
-            return _LOST
+            return _NOT_KEPT
         items = value.values() if kind is dict else value
         kept = tuple([_kept(item, known, depth + 1) for item in items])
-        known[id(value)] = made = _Copied(kind, tuple(value) if kind is dict else (), kept)
+        known[id(value)] = made = _KeptContainer(kind, tuple(value) if kind is dict else (), kept)
         return made
     try:
         return weakref.ref(value)
     except TypeError:
-        return _LOST
+        return _NOT_KEPT
 
 
 def _leaves(kept: Iterable[Any]) -> Iterator[Any]:
     for item in kept:
-        yield from _leaves(item.items) if type(item) is _Copied else [item]
+        yield from _leaves(item.items) if type(item) is _KeptContainer else [item]
 
 
 def _kept_input(value: Any) -> Any:
     kind = type(value)
     if kind is torch.Tensor:
-        return _Described(weakref.ref(value), value.size(), value.dtype, value.device)
+        return _KeptTensor(weakref.ref(value), value.size(), value.dtype, value.device)
     if kind is dict and len(value) <= _LONGEST:
-        return _Copied(kind, tuple(value), tuple(map(_kept_input, value.values())))
+        return _KeptContainer(kind, tuple(value), tuple(map(_kept_input, value.values())))
     return _kept(value, {})
 
 
 def _values(kept: Iterable[tuple[str, Any]], made: dict[int, Any], assigned: frozenset[str] = frozenset()) -> list[tuple[str, Any]]:
-    """Return values with their names; one that is gone is left out if the block assigns the name itself."""
+    """Return values with their names, without values that are gone and whose name the block assigns itself."""
     found = []
     for name, entry in kept:
         try:
@@ -157,19 +157,19 @@ def _values(kept: Iterable[tuple[str, Any]], made: dict[int, Any], assigned: fro
 
 
 def _value(kept: Any, made: dict[int, Any]) -> Any:
-    """Return what was kept; a container that was kept once is ``made`` once."""
+    """Return the value of a record; ``made`` has the containers made so far, so that one container stays one object."""
     kind = type(kept)
     if kind is weakref.ref:
         found = kept()
         if found is not None:
             return found
         raise GoneError("a value")
-    if kept is _LOST:
+    if kept is _NOT_KEPT:
         raise GoneError("a value")
-    if kind is _Described:
+    if kind is _KeptTensor:
         known = kept.reference()
         return torch.ones(kept.size, dtype=kept.dtype, device=kept.device) if known is None else known
-    if kind is _Copied:
+    if kind is _KeptContainer:
         if id(kept) not in made:
             items = [_value(item, made) for item in kept.items]
             made[id(kept)] = dict(zip(kept.keys, items, strict=True)) if kept.kind is dict else kept.kind(items)
@@ -178,7 +178,7 @@ def _value(kept: Any, made: dict[int, Any]) -> Any:
 
 
 def container_copy(value: Any, copies: dict[int, Any]) -> Any:
-    """Return ``value`` with built-in containers copied, at every depth and each once; other objects are shared."""
+    """Return a copy of ``value`` in which all nested built-in containers are copied, each once, and other objects are shared."""
     if id(value) in copies:
         return copies[id(value)]
     if type(value) is tuple:

@@ -1,4 +1,4 @@
-"""Options of the root of a model, checked."""
+"""Checks of the options of a root envoy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from ..envoy.envoy import Envoy
 from ..envoy.renaming import check_names
 
-#: Short for the option that lowers whole graphs in the background.
+#: The value of ``compile=`` that stands for the options ``{"background": True}``.
 BACKGROUND = "background"
 
 
@@ -20,7 +20,7 @@ def compile_options(compile: bool | str | dict[str, Any]) -> dict[str, Any] | No
 
 
 def check_options(compile: Any, rename: Any, envoys: Any) -> None:
-    """Raise for options of another type than they can have."""
+    """Raise ``TypeError`` if an option has a wrong type."""
     if not isinstance(compile, (bool, dict)) and compile != BACKGROUND:
         raise TypeError(
             f"compile= is True, False, {BACKGROUND!r} or a dict of the options of torch.compile, not {compile!r}."
@@ -29,4 +29,4 @@ def check_options(compile: Any, rename: Any, envoys: Any) -> None:
         check_names(rename)
     for kind in envoys.values() if isinstance(envoys, Mapping) else () if envoys is None else [envoys]:
         if not (isinstance(kind, type) and issubclass(kind, Envoy)):
-            raise TypeError(f"envoys= is a class of envoys, or a dict of such by class or path of module; not {kind!r}.")
+            raise TypeError(f"envoys= is a class of envoys, or a dict from classes or paths of modules to such classes; not {kind!r}.")

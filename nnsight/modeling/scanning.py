@@ -1,10 +1,10 @@
-"""Scans: runs on fake tensors, which have sizes and types and no values.
+"""Scans: runs of block and model on fake tensors, which have sizes and dtypes but no values.
 
-A scan computes nothing and needs no weights. It runs a copy of the model with fakes for all tensors (:mod:`~nnsight.runtime.rows.fakes`),
-on copies of the inputs, so the model, its buffers and a cache among the inputs stay as they are.
+A scan computes nothing and needs no weights. It runs a copy of the model in which all tensors are fake
+(:mod:`~nnsight.runtime.rows.fakes`), on copies of the inputs. So the model, its buffers and a cache among the inputs do not change.
 
-The blocks of a scan run under the fake mode from their first line, so what they compute is fake, too. The fakes at all locations are kept
-until the next scan.
+The blocks of a scan run under the fake mode from their first line, so the tensors that they make are fake, too. The fake tensors at all
+locations are kept until the next scan.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _local = threading.local()
 
 
 def fake_mode() -> FakeTensorMode:
-    """Return the fake mode of this thread. There is one, so that fakes of one scan can be used in the next."""
+    """Return the fake mode of this thread. All its scans share this mode, so that a scan can use fake tensors of an earlier one."""
     mode: FakeTensorMode | None = getattr(_local, "mode", None)
     if mode is None:
         mode = _local.mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -48,7 +48,7 @@ def fake_mode() -> FakeTensorMode:
 
 
 class ScanningTracer(InterleavingTracer):
-    """A trace on fake tensors; ``modules`` are those of the model, other arguments as for :class:`InterleavingTracer`."""
+    """A trace on fake tensors. ``modules`` is the tree of the model; the other arguments are those of :class:`InterleavingTracer`."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class ScanningTracer(InterleavingTracer):
         super().__init__(ScanningDriver(modules, model), _OutsideFakeMode(model), args, kwargs, backend, named)
 
     def execute(self, function: Callable[[], None]) -> Any:
-        """Run the blocks, and the model, under the fake mode."""
+        """Run blocks and model under the fake mode."""
         with _scanning():
             return super().execute(function)
 
 
 class ScanningDriver:
-    """Runs the ``modules`` of a model on fakes of its inputs; ``model._scan_on``, if it is defined, calls the root module."""
+    """Runs fake copies of the ``modules`` of a model on fake inputs. ``model._scan_on``, if it is defined, calls the root module."""
 
     def __init__(self, modules: ModuleTree, model: Batchable) -> None:
         self._modules = modules
@@ -93,8 +93,8 @@ class ScanningDriver:
             except Exception as error:
                 if guesses.made and error is not interleaver.failure:
                     error.add_note(
-                        "A scan has sizes and no values. The model asked for values before, and was given guesses: if sizes in "
-                        "it depend on values of the input, only a trace will do."
+                        "A scan has sizes but no values. The model read values before this error, and got guesses. If sizes in the "
+                        "model depend on values of the input, it cannot be scanned: use a trace."
                     )
                 raise
             finally:
@@ -102,7 +102,7 @@ class ScanningDriver:
 
 
 def scan_first(modules: ModuleTree, model: Batchable, driver: Driver) -> Driver:
-    """Return a driver that scans the model, without blocks, before it runs it."""
+    """Return a driver that scans the model without blocks, and then calls ``driver``."""
 
     def run(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
         with _scanning(), Interleaver([]) as alone:
@@ -113,7 +113,7 @@ def scan_first(modules: ModuleTree, model: Batchable, driver: Driver) -> Driver:
 
 
 class _OutsideFakeMode:
-    """Prepares the inputs of a scan outside of the fake mode, as those of a trace are: tokenizers make real tensors."""
+    """Prepares the inputs of a scan outside of the fake mode, because tokenizers make real tensors."""
 
     def __init__(self, model: Batchable) -> None:
         self._model = model
@@ -133,7 +133,7 @@ class _OutsideFakeMode:
 
 
 def _observe(interleaver: Interleaver, paths: Mapping[str, Any], seen: dict[str, Any]) -> None:
-    """Keep in ``seen`` what leaves each location, for the whole batch."""
+    """Keep in ``seen`` the value that leaves each location, for the whole batch."""
 
     def keep(location: str, value: Any) -> None:
         seen[location] = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, value)
@@ -147,12 +147,12 @@ def _observe(interleaver: Interleaver, paths: Mapping[str, Any], seen: dict[str,
 
 
 class GuessesOfModel(Guesses):
-    """Answers where the model, and not a block, asks fakes for values."""
+    """Guesses the values of fake tensors that the model reads; a block that reads one gets an error."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:
-            # The kernel of mixtures of experts takes other types, too; only its rule for fakes does not know.
+            # The kernel for mixtures of experts supports other dtypes, too, but its rule for fake tensors refuses them.
             halves = (operand.to(torch.bfloat16) for operand in args[:2])
             return func(*halves, *args[2:], **kwargs).to(args[0].dtype)
         run = active_interleaver()
@@ -163,23 +163,23 @@ class GuessesOfModel(Guesses):
 
 @contextlib.contextmanager
 def _scanning() -> Iterator[None]:
-    """Run code on fakes, and leave random number generators as they are.
+    """Enter the fake mode, and restore random number generators afterwards.
 
-    The error for a value that a fake does not have says so; its type and the user's line stay as they are.
+    Errors of torch for values that a fake tensor lacks get a clearer message, and keep their type and traceback.
     """
     try:
         with same_generators(), fake_mode():
             yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         error.args = (
-            f"A scan has sizes and no values, and `{error.func}` needs the values of a tensor. Use a trace for what depends on "
-            "values: `.item()`, `bool(...)`, selecting by a mask.",
+            f"A scan has sizes and no values, and `{error.func}` needs the values of a tensor. Code that depends on values needs a trace: "
+            "`.item()`, `bool(...)`, selecting by a mask.",
         )
         raise
 
 
 class _FakeCopies(TorchFunctionMode):
-    """While entered, ``copy.deepcopy`` makes fakes of tensors, on ``device`` of those without memory."""
+    """Makes ``copy.deepcopy`` copy tensors as fake tensors; copies of meta tensors are on ``device``."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class _FakeCopies(TorchFunctionMode):
         made.requires_grad_(tensor.requires_grad)
         if tensor.is_leaf:
             return made
-        with torch.enable_grad():  # like the original, it may be edited in place though it requires gradients
+        with torch.enable_grad():  # a clone is no leaf, so it can be edited in place although it requires gradients
             return made.clone()
 
 

@@ -1,15 +1,15 @@
-"""The trace of a model: it chooses its driver when it runs, and can be rehearsed on fakes.
+"""The tracer of a model: it chooses the driver when the trace runs, and can scan or validate first.
 
-The backend of a trace may send the block elsewhere. So the driver is chosen, and the weights are loaded, when the block runs here, before
-its first line.
+The backend of a trace can send the block to another process. So the driver is chosen and the weights are loaded only if the block runs in
+this process, right before its first line.
 
-``scan=True`` runs the model on fakes first, for the sizes. ``validate=True`` runs the block with it, so that mistakes are raised before
-anything is computed or loaded. In this rehearsal the block works on copies of its variables, and of lists, dicts and sets in them. Its
-effects on other objects, and what it prints, happen twice.
+``scan=True`` first runs the model on fake tensors, to find the sizes. ``validate=True`` first runs block and model on fake tensors, so that
+errors are raised before anything is computed or loaded. This run uses copies of the block's variables, and of the lists, dicts and sets in
+them. Effects of the block on other objects, and prints, happen twice.
 
 ``with model.encode(x) as tracer:`` runs the method ``encode`` of the wrapped module with the block. The trace calls a function that
-prepares and joins inputs as the model does; its locations are those of the modules that the method calls. A class can define what a traced
-method does by a method ``__nnsight_encode__``.
+prepares and joins inputs as the model does; its locations are those of the modules that the method calls. A class of envoys can define
+another implementation for traces, as a method ``__nnsight_encode__``.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from .scanning import ScanningTracer, scan_first
 if TYPE_CHECKING:
     from .base import NNsight
 
-#: Where traces run that do not say where, while the session around them runs elsewhere.
+#: The default backend of traces in a session that runs remotely.
 session_backend: ContextVar[Backend | None] = ContextVar("session_backend", default=None)
 
-#: Attribute of a class of tracers: the subclass of it that traces models.
+#: Attribute of a tracer class that caches the result of :func:`tracer_class`.
 _FOR_MODELS = "_nnsight_for_models"
 
 
 class ModelTracer(InterleavingTracer):
-    """Runs a model once, with blocks reading and editing its internals.
+    """Runs a model once, with blocks that read and edit its internals.
 
-    ``choose_driver`` is called when the block is about to run; ``scan`` and ``validate`` are those of :meth:`NNsight.trace`.
+    ``choose_driver`` is called right before the block runs; ``scan`` and ``validate`` are those of :meth:`NNsight.trace`.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class ModelTracer(InterleavingTracer):
         self._choose_driver: Callable[[], Driver] | None = choose_driver
         self._modules: ModuleTree | None = modules
         self._scan, self._validate = scan, validate
-        self._attempt: Any = None  # at a replay, if there was one
-        self._prepared: Any = None  # the arguments of the model then
+        self._attempt: Any = None  # the attempt at a replay, if it failed
+        self._prepared: Any = None  # the arguments of the model that it prepared
         self._rerun: Rerun | None = None
         self._program: Any = None
 
@@ -72,13 +72,13 @@ class ModelTracer(InterleavingTracer):
     def program(self) -> Any:
         """The block of the trace as a :class:`~nnsight.Program`.
 
-        A trace with ``program=True`` or ``remote="program"`` was recorded as one. The block of another trace runs once more at the first
-        look at its program, on fakes, and on copies of its variables and of the lists, dicts and sets in them. What it does to other
-        objects of yours happens twice. Where the block needs a value, the model runs once more too, and the program has a hole: it can be
-        printed and drawn, and not be saved or run.
+        A trace with ``program=True`` or ``remote="program"`` has recorded it. For another trace, the first access runs the block once
+        more, on fake tensors, and on copies of its variables and of the lists, dicts and sets in them. The block's effects on other
+        objects happen twice. If the block needs a value, the model runs again too, and the program has a hole: it can be printed and
+        drawn, but not saved or run.
 
         Raises:
-            NotExpressibleError: If the block needs Python that a program cannot have, or a variable of it is gone.
+            NotExpressibleError: If the block needs Python that a program cannot express, or a variable of it no longer exists.
             ValueError: If the trace has not run.
         """
         if self._program is None:
@@ -99,12 +99,12 @@ class ModelTracer(InterleavingTracer):
                 self._rerun = rerun
 
     def replay(self) -> dict[str, Any] | None:
-        """Have what the block does without running it, if :mod:`nnsight.fx.replay` knows it; return what it saves then."""
+        """Replay the effects of the block without running it, if :mod:`nnsight.fx.replay` can; return the values that the block saves."""
         if self._validate or self._scan or not self.owns_scope or self._model is None or self._model._edits:
             return None
         assert self._call is not None and self._choose_driver is not None
         _, model, args, kwargs = self._call
-        if not (args or kwargs):  # there are invokes, or a mistake
+        if not (args or kwargs):  # the input is in invokes, or is missing
             return None
         driver = self._choose_driver()
         self._choose_driver = lambda: driver
@@ -133,7 +133,7 @@ class ModelTracer(InterleavingTracer):
         return self._prepared, {}
 
     def execute(self, function: Callable[[], None]) -> Any:
-        """Run the model with ``function`` as its block, or as what opens its blocks."""
+        """Run the model with ``function`` as its block, or as the function that opens the invokes."""
         assert self._call is not None and self._choose_driver is not None and self._modules is not None
         _, model, args, kwargs = self._call
         if self._validate:
@@ -150,10 +150,8 @@ class ModelTracer(InterleavingTracer):
             self._attempt.learn(journal, self.scope, self.report.spliced)
         return None
 
-    def _rehearse(
-        self, modules: ModuleTree, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Run the block on fakes, with copies of its variables."""
+    def _rehearse(self, modules: ModuleTree, model: Batchable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Run block and model on fake tensors, with copies of the block's variables."""
         assert self.info is not None and self.scope is not None and self._frame is not None
         rehearsal = ScanningTracer(modules, model, args, kwargs, named=self._model)
         copies: dict[int, Any] = {id(self): rehearsal}
@@ -178,7 +176,7 @@ class ModelTracer(InterleavingTracer):
 
 
 class TracedFunction:
-    """A ``function`` that calls modules of the model ``root``, for a trace; ``prepares``: on input prepared as the model's."""
+    """A callable for traces: ``function``, which calls modules of ``root``. ``prepares``: whether ``root`` prepares its input."""
 
     def __init__(self, root: NNsight, function: Callable[..., Any], prepares: bool = True) -> None:
         self._root, self._function, self._prepares = root, function, prepares
@@ -197,7 +195,7 @@ class TracedFunction:
 
 
 def traced_method(root: NNsight, envoy: Envoy, name: str | Callable[..., Any]) -> TracedFunction:
-    """Return a method of the module of ``envoy``, which is looked up when it runs, as the module may be loaded by then; or of the envoy."""
+    """Return a callable for traces that calls ``name``: a function, or a method of the module, which is looked up once it is loaded."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not isinstance(name, str):
@@ -209,10 +207,10 @@ def traced_method(root: NNsight, envoy: Envoy, name: str | Callable[..., Any]) -
 
 
 def tracer_class(kind: type[InterleavingTracer]) -> type[ModelTracer]:
-    """Return a subclass, made once, of ``kind`` that traces models.
+    """Return a cached subclass of ``kind`` that is a :class:`ModelTracer`, or ``kind`` if it is one itself.
 
     Raises:
-        TypeError: If ``kind`` is no class of such tracers.
+        TypeError: If ``kind`` is no subclass of :class:`InterleavingTracer`.
     """
     if not (isinstance(kind, type) and issubclass(kind, InterleavingTracer)):
         raise TypeError(f"tracer_cls= is a subclass of InterleavingTracer, not {kind!r}.")
@@ -223,7 +221,7 @@ def tracer_class(kind: type[InterleavingTracer]) -> type[ModelTracer]:
         return known
     own = {"execute", "replay"} & {name for base in kind.__mro__[: kind.__mro__.index(InterleavingTracer)] for name in vars(base)}
     members: dict[str, Any] = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-    if "execute" in own and "replay" not in own:  # it wants to see each run
+    if "execute" in own and "replay" not in own:  # a replay would skip its `execute`
         members["replay"] = lambda self: None
     made = type(kind.__name__, (kind, ModelTracer), members)
     setattr(kind, _FOR_MODELS, made)

@@ -1,12 +1,12 @@
 """Values of an edit as JSON and named tensors, without pickle.
 
-These can be written: ``None``, truth values, numbers and strings; the types of :data:`_CONTAINERS`; tensors; parts of the model, as their
-paths; and functions, classes and Python modules, as the names they are imported by. Anything else is refused, because reading any object
-would have to run code.
+These values can be written: ``None``, Booleans, numbers and strings; the types of :data:`_CONTAINERS`; tensors; parts of the model, as
+their paths; and functions, classes and Python modules, as their import names. Any other value is refused, because code would have to run
+to read it.
 
-Scalars are JSON. Every other value is a row of a table, ``{kind: content}``, and is referred to as ``{"at": row}``, so a list or a tensor
-of two variables is one object again after reading. Two tensors that share memory do not share it after reading. Rows refer to earlier rows
-only.
+Scalars are JSON. Every other value is a row of a table, ``{kind: content}``. References to it have the form ``{"at": row}``, so that a list
+or a tensor of two variables is still one object after reading. Two tensors that share memory do not share it after reading. Rows refer only
+to earlier rows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Term = Any
 
 _SCALARS = (types.NoneType, bool, int, float, str)
 
-#: For each type: what its parts are, and how a value is made of them.
+#: For each type: a function that lists the parts of a value, and one that makes a value from its parts.
 _CONTAINERS: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[list[Any]], Any]]] = {
     list: (list, list),
     tuple: (list, tuple),
@@ -44,7 +44,7 @@ _CONTAINERS: dict[type, tuple[Callable[[Any], Iterable[Any]], Callable[[list[Any
 }
 _MAKE = {kind.__name__: make for kind, (_, make) in _CONTAINERS.items()}
 
-#: How a part of the model is found by its path.
+#: For each kind of part of the model: the method that finds a part by its path.
 _PARTS: dict[str, Callable[[torch.nn.Module, str], torch.nn.Module | torch.Tensor]] = {
     "module": torch.nn.Module.get_submodule,
     "parameter": torch.nn.Module.get_parameter,
@@ -53,7 +53,7 @@ _PARTS: dict[str, Callable[[torch.nn.Module, str], torch.nn.Module | torch.Tenso
 
 
 class ValueWriter:
-    """Writes values of a user of ``model``: rows into :attr:`table`, and tensors by name into :attr:`tensors`."""
+    """Writes values that an edit of ``model`` uses: rows into :attr:`table`, and tensors by name into :attr:`tensors`."""
 
     def __init__(self, model: Envoy) -> None:
         module = model._module
@@ -64,13 +64,13 @@ class ValueWriter:
         parts = {"buffer": module.named_buffers(), "parameter": module.named_parameters(), "module": module.named_modules()}
         self._parts = {id(part): (kind, path) for kind, found in parts.items() for path, part in found}
         self._rows: dict[int, int | None] = {}
-        self._alive: list[Any] = []  # another object could get the id of one that is gone
+        self._alive: list[Any] = []  # keeps the ids in `_rows` valid
 
     def write(self, value: Any) -> Term:
         """Return ``value`` as a term.
 
         Raises:
-            TypeError: If it cannot be written. The message says what it is or holds, and what to do.
+            TypeError: If it cannot be written. The message names the part that cannot, and says what to do.
         """
         if type(value) in _SCALARS:
             return value
@@ -101,23 +101,23 @@ class ValueWriter:
 
     def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
         if value.grad_fn is not None:
-            raise _refusal("a tensor that was computed with gradients", "The graph behind it cannot be exported: use `.detach()`.")
+            raise _refusal("a tensor that was computed with gradients", "Its autograd graph cannot be exported: use `.detach()`.")
         name = f"tensor {len(self.tensors)}"
         try:
             data = value.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
             safetensors.torch.save({name: data})
-        except Exception as error:  # each kind of tensor that safetensors lacks has another type of error
+        except Exception as error:  # the type of the error depends on the kind of tensor
             what = f"a tensor that safetensors cannot hold ({type(error).__name__}: {error})"
             raise _refusal(what, "Use a plain tensor with the same values.") from error
         self.tensors[name] = data
-        device = None if value.device == self._device else str(value.device)  # ``None``: where the model is
+        device = None if value.device == self._device else str(value.device)  # `None`: the device of the model
         return {"name": name, "device": device, "requires_grad": value.requires_grad}
 
 
 def read_values(model: Envoy, table: list[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> list[Any]:
-    """Return the values of the rows of a table, with parts of ``model``. It runs no code but that of imported Python modules.
+    """Return the values of the rows of a table, with parts of ``model``. Only the import of Python modules runs code.
 
-    Errors are those of :meth:`.Editable.import_edits`; a ``LookupError``, or another, if the table is damaged.
+    Raises the errors of :meth:`.Editable.import_edits`. A damaged table raises ``LookupError`` or another error.
     """
     values: list[Any] = []
     for row in table:
@@ -141,12 +141,12 @@ def read_values(model: Envoy, table: list[dict[str, Any]], tensors: dict[str, to
 
 
 def read_term(term: Term, values: list[Any]) -> Any:
-    """Return the value of a term, given those of the table."""
+    """Return the value of a term; ``values`` are those of the table."""
     return values[term["at"]] if isinstance(term, dict) else term
 
 
 def _part(model: Envoy, kind: str, path: str) -> Any:
-    """Return what the model has at a path."""
+    """Return the part of the model at a path; raise ``ValueError`` if there is none, or it has no weights yet."""
     try:
         found: Any = model._descend(path.split(".") if path else []) if kind == "envoy" else _PARTS[kind](model._module, path)
     except AttributeError:
@@ -163,20 +163,20 @@ def _part(model: Envoy, kind: str, path: str) -> Any:
 
 def _refusal(what: str, fix: str | None = None) -> TypeError:
     fix = fix or (
-        "Tensors, numbers, text, containers of these, parts of the model, and what can be imported by name can be exported: make "
-        "the object inside the block from such values."
+        "Only tensors, numbers, text, containers of these, parts of the model, and functions, classes and modules that can be imported "
+        "by name can be exported: make the object inside the block from such values."
     )
     return TypeError(f"{what}: it cannot be exported. {fix}")
 
 
 def _device_of(module: torch.nn.Module) -> torch.device:
-    """Return where the first parameter of a model is; the CPU if that has no memory."""
+    """Return the device of the first parameter of a model; the CPU if the model has none, or it is on the meta device."""
     first = next(module.parameters(), None)
     return torch.device("cpu") if first is None or first.is_meta else first.device
 
 
 def _import_name(value: Any) -> tuple[str, str]:
-    """Return the module and the name by which a function, a class or a Python module can be imported."""
+    """Return the names of the module and of the attribute by which a function, class or Python module can be imported."""
     module: str
     name: str | None
     if isinstance(value, torch.dtype):
@@ -184,7 +184,7 @@ def _import_name(value: Any) -> tuple[str, str]:
     elif isinstance(value, types.ModuleType):
         module, name = value.__name__, ""
     else:
-        has_place = isinstance(value, (types.FunctionType, type))  # functions in C have names of private classes there
+        has_place = isinstance(value, (types.FunctionType, type))  # the `__qualname__` of a function in C can name a private class
         name = getattr(value, "__qualname__" if has_place else "__name__", None)
         if not isinstance(name, str):
             raise _refusal(f"an object of type {type(value).__module__}.{type(value).__qualname__}")
@@ -194,13 +194,13 @@ def _import_name(value: Any) -> tuple[str, str]:
     except AttributeError:
         found = False
     if not found:
-        fix = "Define it inside the block, or put it into a Python file that can be imported where the edits are."
+        fix = "Define it inside the block, or in a Python file that can be imported wherever the edits are imported."
         raise _refusal(f"`{name or module}`, which cannot be imported by that name", fix)
     return module, name
 
 
 def _named(module: Any, name: str) -> Any:
-    """Return what a module has under a name with dots."""
+    """Return the attribute of a module with a dotted name; the module itself for an empty name."""
     return functools.reduce(getattr, name.split(".") if name else [], module)
 
 

@@ -14,17 +14,17 @@ from .language import LanguageModel
 class VisionLanguageModel(LanguageModel):
     """A transformers model of images and text with its processor, whose internals can be read and edited while it runs.
 
-    Everything :class:`LanguageModel` takes works here too. With images the prompt is text, a list of texts or a chat, and the
-    images come as ``images=`` or inside the chat; ``trace``, ``generate`` and ``tracer.invoke`` take them. ``scan`` takes them where
-    sizes in the model do not depend on their values, such as those of a grid of patches or how many of padded images are none.
+    All inputs of :class:`LanguageModel` work here, too. With images, the prompt is text, a list of texts or a chat, and the images
+    are passed as ``images=`` or inside the chat, to ``trace``, ``generate`` and ``tracer.invoke``. ``scan`` supports images if no size
+    in the model depends on values, such as those of a grid of patches, or the number of images that are only padding.
 
     Args:
         model: Name of a repository on the model hub, folder written by ``save_pretrained``, or a model that is loaded already.
-        processor: The processor, or the name or folder to load it from. By default that of ``model``. A model without one takes
-            prepared inputs only.
+        processor: The processor, or the name or folder to load it from. By default that of ``model``. Without a processor, the
+            model takes only prepared inputs.
         tokenizer: As for :class:`LanguageModel`; by default the processor's.
         automodel: The class whose ``from_pretrained`` loads the model.
-        **options: All others of :class:`TransformersModel`.
+        **options: All other options of :class:`TransformersModel`.
 
     Example:
         >>> model = VisionLanguageModel("llava-hf/llava-1.5-7b-hf")

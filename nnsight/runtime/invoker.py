@@ -59,22 +59,51 @@ def join_inputs(model: Batchable, inputs: list[Arguments]) -> Joined:
     return Joined(batched, parts, sizes)
 
 
-def join_at_once(model: Any, inputs: list[Arguments], function: Any) -> Joined | None:
-    """Join the inputs of all invokes by the methods of a class that has ``_batch_size``; return ``None`` for other classes.
+class JoinsInputs:
+    """How a root class prepares the input of the user, and joins the inputs of several invokes; subclasses override the methods."""
 
-    ``_batch_size(*args, **kwargs)`` returns the number of rows of an input. ``_batch(invokes, function)`` of such a class gets the
-    ``(args, kwargs)`` of each invoke, of one or several, and the called function. It returns the joined ``(args, kwargs)``.
-    """
-    rows = getattr(type(model), "_batch_size", None)
-    if rows is None:
-        return None
-    sizes = [rows(model, *args, **kwargs) for args, kwargs in inputs]
-    if len(inputs) > 1 and 0 in sizes:
-        raise ValueError(
-            f"`{type(model).__name__}._batch_size` found no rows in the input of invoke {sizes.index(0)}. Pass options of the run to the "
-            "trace, and an input to each invoke. An invoke without arguments, `tracer.invoke()`, sees the whole batch."
+    _module: Any
+
+    def _prepare_input(self, *args: Any, **kwargs: Any) -> Arguments:
+        """Convert the arguments of :meth:`trace` to those of the module; subclasses override this."""
+        joined = self._join_at_once([(args, kwargs)])
+        return (args, kwargs) if joined is None else joined.batched
+
+    def _join_at_once(self, inputs: list[Arguments], function: Any = None) -> Joined | None:
+        """Join the inputs of all invokes by the methods of a class that has ``_batch_size``; return ``None`` for other classes.
+
+        ``_batch_size(*args, **kwargs)`` returns the number of rows of an input. ``_batch(invokes, function)`` of such a class gets the
+        ``(args, kwargs)`` of each invoke, of one or several, and the called function. It returns the joined ``(args, kwargs)``.
+        """
+        rows = getattr(type(self), "_batch_size", None)
+        if rows is None:
+            return None
+        sizes = [rows(self, *args, **kwargs) for args, kwargs in inputs]
+        if len(inputs) > 1 and 0 in sizes:
+            raise ValueError(
+                f"`{type(self).__name__}._batch_size` found no rows in the input of invoke {sizes.index(0)}. Pass options of the run to "
+                "the trace, and an input to each invoke. An invoke without arguments, `tracer.invoke()`, sees the whole batch."
+            )
+        joined: Any = self._batch
+        return Joined(joined(inputs, function or self._module), inputs, sizes)
+
+    def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
+        """Join the arguments of one more invoke to those of earlier ones; subclasses that support batching override this.
+
+        That of a subclass with ``_batch_size`` joins all invokes at once, see :meth:`_join_at_once`.
+
+        Args:
+            batched: The arguments joined so far, ``None`` for the first invoke.
+            *args: Arguments of this invoke, as :meth:`_prepare_input` returned them.
+            **kwargs: Likewise, by name.
+
+        Returns:
+            The joined arguments ``(args, kwargs)`` and the number of rows of this invoke.
+        """
+        raise NotImplementedError(
+            f"Batching is not implemented for {type(self).__name__}: it cannot join the inputs of several invokes. Use one invoke with "
+            "input (any number of invokes without input can follow it), or define `_prepare_input` and `_batch` in a subclass."
         )
-    return Joined(model._batch(inputs, function), inputs, sizes)
 
 
 class Invoker(Tracer):

@@ -1,8 +1,8 @@
-"""The choice that a request makes of the registered vectors.
+"""The choice of registered vectors by a request.
 
-A request states it in plain data, as JSON has it, so that it can be sent to a server (``vllm_xargs``); ``model.steer(...)`` of an engine
-states the same in a block. Both become a :class:`Choice`, and that becomes the :class:`Addition` of each layer. A choice that cannot be
-done in full is an error, because an answer that is only partly steered looks like any other.
+A request has its choice as plain JSON data, so that it can be sent to a server (``vllm_xargs``). A block makes the same choice with
+``model.steer(...)`` of an engine. Both become a :class:`Choice`, and the choice becomes an :class:`Addition` for each layer. A choice that
+cannot be applied in full is an error, because a partly steered answer looks like any other.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 
 from .registry import Vectors
 
-#: How the names of the parameters begin in a request to a server.
+#: Prefix of the names of the parameters in a request to a server.
 PREFIX = "nnsight_"
 
 _KNOWN = ("vector", "scale", "remove", "layers", "start")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-#: Limit of a range of layers. No model has as many, and a request may not make the server count further.
+#: Limit on the length of a range of layers. No model has more, and a request must not make the server count further.
 _MOST_LAYERS = 10_000
 
 
 def orthonormal(directions: torch.Tensor) -> torch.Tensor:
-    """Return an orthonormal basis of ``[directions, hidden]``, float32; raise ``ValueError`` if they depend on each other."""
+    """Return an orthonormal basis of the rows of ``[directions, hidden]``, float32; raise ``ValueError`` if they are linearly dependent."""
     basis, triangle = torch.linalg.qr(directions.double().T)
     if (triangle.diagonal().abs() <= 1e-10 * triangle.abs().max()).any():
-        raise ValueError("The directions to remove depend on each other, or one is zero: leave them out.")
+        raise ValueError("The directions to remove depend on each other linearly, or one is zero: leave out the superfluous ones.")
     return basis.T.float().contiguous()
 
 
 class Addition(NamedTuple):
-    """What is done to a hidden state: the plane with the basis ``remove``, ``[directions, hidden]``, is projected out, then ``add``,
-    ``[hidden]``, is added. Both are float32 on the CPU, and the basis is orthonormal.
+    """The change of a hidden state: the plane with the orthonormal basis ``remove``, ``[directions, hidden]``, is projected out, then
+    ``add``, ``[hidden]``, is added. Both are float32 on the CPU; ``None`` skips the step.
     """
 
     add: torch.Tensor | None
@@ -49,15 +49,15 @@ class Choice:
 
     add: tuple[tuple[str, float], ...] = ()  # names of vectors, each with its factor
     remove: tuple[str, ...] = ()  # names of vectors that are projected out
-    layers: tuple[int, ...] | None = None  # `None` for all that the vectors have
-    start: int = 0  # first position of the request
-    prefix: str = field(default="", compare=False)  # how the names of parameters begin in messages
+    layers: tuple[int, ...] | None = None  # `None` for all layers of the vectors
+    start: int = 0  # first position of the request that is steered
+    prefix: str = field(default="", compare=False)  # prefix of the names of parameters in messages
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any], prefix: str = "") -> Choice:
-        """Return the choice that ``parameters`` describe, whose names begin with ``prefix``; raise ``ValueError`` if they describe none.
+        """Return the choice that ``parameters`` describe; raise ``ValueError`` if they are not valid.
 
-        They have the meaning of the arguments of ``model.steer``; several names may also stand in one text, with commas.
+        They are the arguments of ``model.steer``, with ``prefix`` before each name. Several values can also be one text with commas.
         """
         unknown = sorted(name for name in parameters if name.removeprefix(prefix) not in _KNOWN)
         if unknown:
@@ -66,7 +66,7 @@ class Choice:
         given = {name.removeprefix(prefix): value for name, value in parameters.items()}
         names, removed = _names(prefix + "vector", given.get("vector")), _names(prefix + "remove", given.get("remove"))
         if not names and not removed:
-            raise ValueError(f"{prefix}vector or {prefix}remove is missing: nothing says how to steer.")
+            raise ValueError(f"{prefix}vector or {prefix}remove is missing: name at least one vector.")
         if "scale" in given and not names:
             raise ValueError(f"{prefix}scale is for {prefix}vector, which is missing.")
         if len(set(removed)) < len(removed):
@@ -77,9 +77,9 @@ class Choice:
         return cls(tuple(zip(names, scales, strict=True)), removed, layers, start, prefix)
 
     def at_layers(self, vectors: Vectors, known: Collection[int], hidden: int, rank: int | None) -> dict[int, Addition]:
-        """Return what is done at each layer; raise ``ValueError`` if that is not possible.
+        """Return the addition for each layer; raise ``ValueError`` if the choice cannot be applied.
 
-        ``known`` are the layers that can be steered, and ``rank`` is how many directions may be removed, ``None`` for any number.
+        ``known`` has the layers that can be steered; ``rank`` is the largest number of directions to remove, ``None`` for any number.
         """
         layers = self._own_layers(vectors) if self.layers is None else self.layers
         missing = [layer for layer in layers if layer not in known]
@@ -90,7 +90,7 @@ class Choice:
             )
         if rank is not None and len(self.remove) > rank:
             raise ValueError(
-                f"{self.prefix}remove has {len(self.remove)} vectors, and there is room for {rank} at a layer (the rank of the tables)."
+                f"{self.prefix}remove has {len(self.remove)} vectors, and there is room for {rank} in each layer (the rank of the tables)."
             )
         made = {}
         for layer in layers:
@@ -100,24 +100,24 @@ class Choice:
         return made
 
     def _own_layers(self, vectors: Vectors) -> list[int]:
-        """Return the layers that the vectors have; raise ``ValueError`` if they have different layers, or all are for any layer."""
+        """Return the layers of the vectors; raise ``ValueError`` if these differ, or if all vectors are for any layer."""
         names = list(dict.fromkeys([*(name for name, _ in self.add), *self.remove]))
         found = {name: layers for name in names if (layers := vectors.layers(name)) is not None}
         if not found:
             raise ValueError(
-                f"{self.prefix}layers is missing: {', '.join(map(repr, names))} is for any layer, so say at which it is used."
+                f"{self.prefix}layers is missing: {', '.join(map(repr, names))} is for any layer, so choose the layers to steer."
             )
         first = next(iter(found.values()))
         if any(layers != first for layers in found.values()):
-            raise ValueError(f"{', '.join(map(repr, found))} have different layers: say with {self.prefix}layers which are meant.")
+            raise ValueError(f"{', '.join(map(repr, found))} have different layers: choose layers with {self.prefix}layers.")
         return first
 
 
 def start_of(parameters: Mapping[str, Any], prefix: str = "") -> int:
-    """Return the first position that ``parameters`` ask for; raise ``ValueError`` if it is none."""
+    """Return the first steered position in ``parameters``, 0 by default; raise ``ValueError`` if it is not a position."""
     start = parameters.get(prefix + "start", 0)
     if not _is_natural(start):
-        raise ValueError(f"{prefix}start is a position, a number from 0, not {start!r}.")
+        raise ValueError(f"{prefix}start is a position, an integer from 0, not {start!r}.")
     return int(start)
 
 
@@ -155,7 +155,7 @@ def _layers(name: str, value: Any) -> tuple[int, ...] | None:
         match = _RANGE.fullmatch(part.strip()) if isinstance(part, str) else None
         first: Any = int(match[1]) if match else part
         last: Any = int(match[2] or match[1]) if match else part
-        if not _is_natural(first) or last - first >= _MOST_LAYERS:
+        if not _is_natural(first) or not 0 <= last - first < _MOST_LAYERS:
             raise ValueError(f"{name} is a number, or several as in \"2,5-8\" or [2, 5], not {value!r}.")
         found += range(first, last + 1)
     if not found or len(set(found)) < len(found):

@@ -1,4 +1,4 @@
-"""Directions from contrast prompts: what the hidden states of one kind of prompt have and those of the other kind lack."""
+"""Directions from contrast prompts: the difference between the hidden states of positive and negative prompts."""
 
 from __future__ import annotations
 
@@ -29,37 +29,37 @@ def contrast(
     batch_size: int = 16,
     progress: bool = True,
 ) -> SteeringVector:
-    """Return the directions from ``negative`` to ``positive`` prompts.
+    """Return a vector of directions from ``negative`` to ``positive`` prompts.
 
     Args:
-        model: A model that runs here, compiled or not.
-        positive: Prompts that show what the vector is to be for: each is an input of ``model.trace``.
+        model: A model that runs in this process, compiled or not.
+        positive: Prompts that show the property for which the vector steers; each is an input of ``model.trace``.
         negative: Prompts that show the opposite.
-        method: How a direction is found from the hidden states of a layer. "mean" is the difference of the means (Turner et al. 2023,
-            https://arxiv.org/abs/2308.10248). "pca" is the first principal component of the differences of pairs (Zou et al. 2023,
+        method: The method that finds a direction from the hidden states of a layer. "mean" is the difference of the means (Turner et al.
+            2023, https://arxiv.org/abs/2308.10248). "pca" is the first principal component of the differences of pairs (Zou et al. 2023,
             https://arxiv.org/abs/2310.01405), so there must be as many positive prompts as negative ones. "probe" is the normal of a
-            logistic regression. Each points from negative to positive, and its length is the distance of the means along it.
+            logistic regression. Each direction points from negative to positive; its length is the distance of the means along it.
         layers: Numbers of the layers, from 0; all by default.
-        at: Path of the list of layers, such as ``"transformer.h"``; found out by default.
-        position: Position of the token whose hidden state counts, among the tokens of its prompt: -1 is the last one. "mean" is the mean of
-            all of them.
+        at: Path of the list of layers, such as ``"transformer.h"``; by default, the list is found.
+        position: Position of the token whose hidden state is used, among the tokens of its prompt: -1 is the last one. "mean" uses the mean
+            over all tokens.
         batch_size: Prompts in one call of the model.
         progress: Whether a progress bar is shown.
 
     Returns:
-        The vector. Its ``effects`` are Cohen's d for each layer: how many standard deviations lie between the two kinds of prompts along
-        a direction. They are measured on prompts that the direction was not found with; about 0 means that it tells nothing.
+        The vector. Its ``effects`` are Cohen's d for each layer: the distance of the two kinds of prompts along a direction, in standard
+        deviations. It is measured on held-out prompts; there is none for fewer than four of a kind. Near 0, a direction separates nothing.
 
     Raises:
-        ValueError: If there are fewer than two prompts of a kind, other numbers than ``method`` takes, or no such layer.
+        ValueError: If there are fewer than two prompts of a kind, or for "pca" different numbers; or no such method, layer or position.
     """
     finders: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"mean": _mean, "pca": _pca, "probe": _probe}
     if method not in finders:
         raise ValueError(f"method={method!r}: the methods are {', '.join(map(repr, finders))}.")
     if min(len(positive), len(negative)) < 2:
-        raise ValueError(f"There are {len(positive)} positive prompts and {len(negative)} negative ones: two of a kind are the least.")
+        raise ValueError(f"There are {len(positive)} positive prompts and {len(negative)} negative ones: at least two of each are needed.")
     if method == "pca" and len(positive) != len(negative):
-        raise ValueError(f"method='pca' takes pairs, and there are {len(positive)} positive prompts and {len(negative)} negative ones.")
+        raise ValueError(f"method='pca' needs pairs, and there are {len(positive)} positive prompts and {len(negative)} negative ones.")
     at = at or layers_path(model)
     count = count_of(model, at)
     chosen = list(range(count)) if layers is None else [layers] if isinstance(layers, int) else sorted(layers)
@@ -80,7 +80,7 @@ def contrast(
 
 
 def _name_of(model: NNsight) -> str:
-    """Return the name that the model was loaded by, or that of its class."""
+    """Return the name from which the model was loaded, or the name of its class."""
     return str(getattr(getattr(model._module, "config", None), "name_or_path", "")) or type(model._module).__name__
 
 
@@ -88,20 +88,28 @@ def _hidden_states(model: NNsight, prompts: list[Any], paths: list[str], positio
     """Return a hidden state for each layer and prompt, float32 ``[layers, prompts, hidden]`` on the CPU."""
     args, kwargs = model._prepare_input(prompts)[:2]
     mask = kwargs.get("attention_mask")
+    lengths = None if mask is None else mask.sum(1).tolist()
     with model.trace(*args, **kwargs):
         states = [hidden_of(read(model.get(path))) for path in paths]
+        _check_position(position, lengths or [states[0].shape[1]])
         stacked = save(torch.stack([_chosen(state, mask, position) for state in states]))
     return stacked.detach().to("cpu", torch.float32)
 
 
+def _check_position(position: int | str, lengths: Sequence[int]) -> None:
+    """Raise ``ValueError`` if a prompt of one of these lengths has no such position."""
+    if position != "mean" and not -min(lengths) <= int(position) < min(lengths):
+        raise ValueError(f"position={position}: a prompt has only {min(lengths)} tokens. Choose another position, or longer prompts.")
+
+
 def _chosen(hidden: torch.Tensor, mask: torch.Tensor | None, position: int | str) -> torch.Tensor:
-    """Return one hidden state of each row, ``[batch, hidden]``; ``mask`` says which positions are no padding."""
+    """Return one hidden state of each row, ``[batch, hidden]``; ``mask`` is 0 at padding."""
     real = torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device) if mask is None else mask
     real = real.to(hidden.device)
     if position == "mean":
         weights = real.to(hidden.dtype)
         return (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
-    order = real.cumsum(1) - 1 + (real - 1) * real.shape[1]  # the number of a token in its prompt, and less than 0 for padding
+    order = real.cumsum(1) - 1 + (real - 1) * real.shape[1]  # the number of each token in its prompt; negative for padding
     wanted = int(position) if int(position) >= 0 else real.sum(1, keepdim=True) + int(position)
     found = (order == wanted).to(hidden.dtype)
     return (hidden * found[..., None]).sum(1)
@@ -112,13 +120,13 @@ def _mean(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 
 
 def _pca(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Return the direction in which pairs differ most, from zero and not from their mean."""
+    """Return the first principal component of the differences of pairs, which are not centered."""
     return torch.linalg.svd(ours - theirs, full_matrices=False).Vh[0]
 
 
 @torch.enable_grad()
 def _probe(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Return the normal of a logistic regression on standardized channels, with a small penalty that makes it unique."""
+    """Return the normal of a logistic regression on standardized channels, with a small L2 penalty, which makes the solution unique."""
     states = torch.cat([ours, theirs]).double()
     labels = torch.cat([torch.ones_like(ours[:, 0]), torch.zeros_like(theirs[:, 0])]).double()
     spread = states.std(0).clamp_min(1e-6)
@@ -138,13 +146,13 @@ def _probe(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(direction: torch.Tensor, ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Return a direction as long as the distance of the means along it, from ``theirs`` to ``ours``."""
+    """Return a direction scaled to the distance of the means along it, and pointing from ``theirs`` to ``ours``."""
     unit = direction / direction.norm().clamp_min(1e-12)
     return unit * ((ours.mean(0) - theirs.mean(0)) @ unit)
 
 
 def _effect(find: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ours: torch.Tensor, theirs: torch.Tensor) -> float | None:
-    """Return Cohen's d of held-out prompts along the directions found with the others; ``None`` for fewer than four of a kind."""
+    """Return the mean Cohen's d of either half of the prompts along the direction from the other half; ``None`` for fewer than four."""
     if min(len(ours), len(theirs)) < 4:
         return None
     found = []

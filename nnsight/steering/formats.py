@@ -1,13 +1,13 @@
 """Files of steering vectors.
 
-A *vector* is one idea, such as a mood: a direction of the residual stream for each of some layers, or a single direction for any layer.
-Layers are counted from 0, and a direction belongs to the hidden state after its layer. Control vectors of llama.cpp and repeng are counted
-in the same way: in their files ``direction.N`` is that of layer ``N``.
+A *vector* stands for one property, such as a mood. It has a direction of the residual stream for each of some layers, or one for any layer.
+Layers are counted from 0, and a direction belongs to the hidden state after its layer. Control vectors of llama.cpp and repeng use the same
+numbers: in their files, ``direction.N`` is the direction for layer ``N``.
 
 Two formats are read and written. Both are tables of numbers that run no code:
 
-* safetensors: a key ``N``, or one that ends in ``.N``, is the direction of layer ``N``; a sole tensor is one for any layer. A file may
-  have several vectors, whose keys begin with their names: ``happy.3``, ``happy.4``, ``sad.3``.
+* safetensors: a tensor whose key is ``N`` or ends in ``.N`` is the direction for layer ``N``; one with another key is for any layer. A
+  file can have several vectors, with their names as prefixes of the keys: ``happy.3``, ``happy.4``, ``sad.3``.
 * GGUF with the architecture ``controlvector``, see :mod:`~nnsight.steering.gguf`.
 """
 
@@ -21,17 +21,17 @@ import torch
 
 from .gguf import MAGIC, control_vector
 
-#: The directions of a vector by the number of their layer; the one under ``None`` is for any layer.
+#: The directions of a vector by the number of their layer; the key ``None`` stands for any layer.
 Directions = dict[int | None, torch.Tensor]
 
 _KEY = re.compile(r"(?:(?P<group>.+)\.)?(?P<layer>\d+)")
 
 
 def parse_vector(data: bytes, source: str, name: str | None = None) -> Directions:
-    """Return the vector in the content of a file, in float32; ``name`` says which of several vectors in the file.
+    """Return the vector in the content of a file, in float32; ``name`` chooses one of several vectors in the file.
 
-    A file that is not right raises ``ValueError``, which names ``source`` and key, and one in GGUF without the package ``gguf``
-    ``ImportError``.
+    Raises ``ImportError`` for a GGUF file if the package ``gguf`` is not installed, and ``ValueError`` if the content is not valid. The
+    message names ``source`` and the key.
     """
     tensors = control_vector(data, source) if data[:4] == MAGIC else _safetensors(data, source)
     groups: dict[str, dict[int | None, tuple[str, torch.Tensor]]] = {}
@@ -43,8 +43,8 @@ def parse_vector(data: bytes, source: str, name: str | None = None) -> Direction
         raise ValueError(f"{source}: the file has no tensors.")
     if len(groups) > 1 and name not in groups:
         raise ValueError(
-            f"{source}: the file has several vectors, {', '.join(map(repr, sorted(groups)))}, and none is called {name!r}. Load one by "
-            "its name."
+            f"{source}: the file has several vectors, {', '.join(map(repr, sorted(groups)))}, and none has the name {name!r}. Load one "
+            "of them by its name."
         )
     chosen = groups[name] if name in groups else next(iter(groups.values()))
     return directions_of({layer: direction_of(tensor, f"{source}: {key!r}") for layer, (key, tensor) in chosen.items()}, source)
@@ -57,11 +57,11 @@ def _safetensors(data: bytes, source: str) -> dict[str, torch.Tensor]:
     try:
         return dict(load(data))
     except (SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(f"{source}: neither a safetensors file nor one in GGUF ({type(error).__name__}: {error}).") from error
+        raise ValueError(f"{source}: neither a safetensors file nor a GGUF file ({type(error).__name__}: {error}).") from error
 
 
 def directions_of(given: Mapping[Any, Any], what: str) -> Directions:
-    """Return directions on the CPU, in float32, in the order of their layers; raise ``TypeError`` or ``ValueError`` if they are none."""
+    """Return directions on the CPU, in float32, sorted by layer; raise ``TypeError`` or ``ValueError`` if they are not valid."""
     for layer in given:
         if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int) or layer < 0):
             raise TypeError(f"{what}: layers are numbers from 0, not {layer!r}.")
@@ -74,16 +74,16 @@ def directions_of(given: Mapping[Any, Any], what: str) -> Directions:
 
 
 def direction_of(tensor: Any, what: str) -> torch.Tensor:
-    """Return ``tensor`` as a direction on the CPU, in float32."""
+    """Return ``tensor`` as a direction, float32 on the CPU; raise ``TypeError`` or ``ValueError`` if it is not valid."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{what} is a {type(tensor).__name__}, and a direction is a tensor [hidden].")
     if tensor.dim() != 1 or not len(tensor):
         raise ValueError(
-            f"{what} has shape {tuple(tensor.shape)}, and a direction is [hidden]: keep one tensor for each layer, under the "
-            "layer's number."
+            f"{what} has shape {tuple(tensor.shape)}, and a direction has shape [hidden]: give one tensor for each layer, with the layer's "
+            "number as its key."
         )
     if not tensor.is_floating_point():
-        raise ValueError(f"{what} has dtype {tensor.dtype}, and a direction has floating point numbers.")
+        raise ValueError(f"{what} has dtype {tensor.dtype}, and a direction needs a floating-point dtype.")
     with torch.inference_mode(False):
         direction = tensor.detach().to("cpu", torch.float32, copy=True)
     if not torch.isfinite(direction).all():

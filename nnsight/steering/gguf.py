@@ -1,9 +1,9 @@
 """Control vectors in GGUF, the format of llama.cpp.
 
 A control vector is a GGUF file with ``general.architecture`` set to ``controlvector`` and tensors ``direction.N``, one for the hidden
-state after layer ``N``, in plain floats. The package ``gguf`` of llama.cpp reads it (https://github.com/ggml-org/llama.cpp/tree/master/gguf-py).
-That reader trusts its file: it cuts off a value that goes past the end, and believes the length of any list. Files come from outside here,
-so each value is checked against the bytes that are there before it is read.
+state after layer ``N``, in plain floats. The package ``gguf`` (https://github.com/ggml-org/llama.cpp/tree/master/gguf-py) reads it.
+Its reader trusts the file: it truncates a value that extends past the end, and trusts the length of any list. Files here are not trusted,
+so each value is checked against the size of the file before it is read.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _INSTALL = "`pip install gguf`, or `pip install 'nnsight[steering]'`"
 #: Codes of the types of tensors that are plain floats.
 _FLOATS = {0: torch.float32, 1: torch.float16, 28: torch.float64, 30: torch.bfloat16}
 
-#: How many values a header may have. A control vector has a few for each layer, and the reader spends far more on a value than its bytes.
+#: Limit on the number of values in a header. A control vector has a few for each layer, and each costs the reader far more than its bytes.
 _MOST_VALUES = 100_000
 
 
 def control_vector(data: bytes, source: str) -> dict[str, torch.Tensor]:
-    """Return the directions in the content of a file, by their keys, ``direction.N``; raise as :func:`.vectors.parse_vector`."""
+    """Return the directions in the content of a file, by their keys ``direction.N``; raises the errors of :func:`.formats.parse_vector`."""
     try:
         import gguf
         import numpy as np
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{source} is a GGUF file, and the package gguf reads those: {_INSTALL}."
+            f"{source} is a GGUF file, and reading it needs the package gguf: {_INSTALL}."
         ) from error
 
     class Reader(gguf.GGUFReader):
@@ -42,7 +42,7 @@ def control_vector(data: bytes, source: str) -> dict[str, torch.Tensor]:
         def _get(self, offset: int, dtype: Any, count: int = 1, *order: Any, **named: Any) -> Any:
             self.values += 1
             if self.values > _MOST_VALUES:
-                raise ValueError(f"a GGUF file of more than {_MOST_VALUES} values, and a control vector has a few.")
+                raise ValueError(f"a GGUF file of more than {_MOST_VALUES} values, and a control vector has only a few.")
             if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
                 raise ValueError("the GGUF file ends before its content does; it may be cut off.")
             return super()._get(offset, dtype, count, *order, **named)
@@ -58,12 +58,12 @@ def control_vector(data: bytes, source: str) -> dict[str, torch.Tensor]:
                     raise ValueError(
                         f"{field.name!r} is quantized (GGML type {code}); a control vector has float32, float16, bfloat16 or float64."
                     )
-                self._get(offset, np.uint8, 0)  # by itself: the sum of the start and a huge offset may wrap to a small number
+                self._get(offset, np.uint8, 0)  # checked alone: the sum of `start_offs` and a huge offset could overflow to a small number
             super()._build_tensors(start_offs, fields)
 
     version = int.from_bytes(data[4:8], "little")
     if version not in {2, 3}:
-        raise ValueError(f"{source}: GGUF of version {version}; versions 2 and 3 in little-endian order are read.")
+        raise ValueError(f"{source}: GGUF version {version} is not supported, only the versions 2 and 3 in little-endian order.")
     with tempfile.TemporaryFile() as file:
         file.write(data)
         file.flush()
@@ -75,7 +75,7 @@ def control_vector(data: bytes, source: str) -> dict[str, torch.Tensor]:
 
 
 def write_control_vector(path: Path, directions: Mapping[int, torch.Tensor], model: str) -> None:
-    """Write directions, float32 ``[hidden]`` by the numbers of their layers, as a control vector; ``model`` is a hint at what it is for.
+    """Write directions, float32 ``[hidden]`` by layer, as a control vector; ``model`` is the hint in the file at the model it is for.
 
     Raises:
         ImportError: If the package ``gguf`` is not installed.
@@ -83,7 +83,7 @@ def write_control_vector(path: Path, directions: Mapping[int, torch.Tensor], mod
     try:
         import gguf
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"The package gguf writes {path.name}: {_INSTALL}.") from error
+        raise ModuleNotFoundError(f"Writing {path.name} needs the package gguf: {_INSTALL}.") from error
     writer = gguf.GGUFWriter(path, "controlvector")
     writer.add_string("controlvector.model_hint", model)
     writer.add_uint32("controlvector.layer_count", len(directions))

@@ -1,4 +1,4 @@
-"""The layers of a model: where the hidden state is that steering vectors work on."""
+"""The layers of a model, whose outputs are the hidden states that steering vectors change."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..modeling.base import NNsight
 
 
 def layers_path(model: NNsight) -> str:
-    """Return the path of the list of the model's layers, such as ``"transformer.h"``: the list of like modules with most parameters.
+    """Return the path of the list of layers, such as ``"transformer.h"``: the outermost ``ModuleList`` with the most parameters.
 
     Raises:
-        ValueError: If there is no list, or there are several of about the same size, such as those of an encoder and a decoder.
+        ValueError: If there is no list, or several of similar size, such as those of an encoder and a decoder.
     """
     found: dict[str, int] = {}
     for path, module in model._module.named_modules():
@@ -23,7 +23,7 @@ def layers_path(model: NNsight) -> str:
             found[path] = sum(parameter.numel() for parameter in module.parameters())
     largest = sorted(found, key=found.__getitem__, reverse=True)
     if not largest:
-        raise ValueError(f"{type(model._module).__name__} has no list of layers: say with `at=` where it is, as in `at='blocks'`.")
+        raise ValueError(f"{type(model._module).__name__} has no list of layers: give its path with `at=`, as in `at='blocks'`.")
     if len(largest) > 1 and found[largest[1]] > found[largest[0]] / 2:
         raise ValueError(f"{type(model._module).__name__} has several lists of layers, {', '.join(largest)}: choose one with `at=`.")
     return largest[0]
@@ -38,36 +38,36 @@ def count_of(model: NNsight, at: str) -> int:
 
 
 def device_of(model: NNsight, path: str) -> torch.device:
-    """Return the device of a layer: the CPU if it has no weights yet."""
+    """Return the device of a layer; the CPU if the layer has no weights, or they are not loaded yet."""
     device = next((parameter.device for parameter in model._module.get_submodule(path).parameters()), torch.device("cpu"))
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def hidden_of(output: Any) -> torch.Tensor:
-    """Return the hidden state, ``[batch, positions, hidden]``, in what a layer returns.
+    """Return the hidden state, ``[batch, positions, hidden]``, in the output of a layer.
 
     Raises:
-        TypeError: If that is neither a tensor nor a tuple that begins with one.
+        TypeError: If the output is neither a tensor nor a tuple that begins with one.
     """
     hidden = output[0] if isinstance(output, tuple) and output else output
     if not isinstance(hidden, torch.Tensor):
         kind = type(hidden).__name__
-        raise TypeError(f"The layer returns a {kind}. One that is steered returns a hidden state, or a tuple that begins with it.")
+        raise TypeError(f"The layer returns a {kind}. To be steered, a layer must return a hidden state, or a tuple that begins with it.")
     return hidden
 
 
 def with_hidden(output: Any, hidden: torch.Tensor) -> Any:
-    """Return what a layer returns with another hidden state in it."""
+    """Return the output of a layer with ``hidden`` as its hidden state."""
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 def read(layer: Envoy) -> Any:
-    """Return what a layer returns, in a block; it may have a child called ``output``, as in BERT."""
+    """Return the output of a layer, in a block. The layer may have a child called ``output``, as in BERT."""
     return getattr(layer, _name_of_output(layer))
 
 
 def write(layer: Envoy, value: Any) -> None:
-    """Let the model go on with ``value`` in place of what a layer returns, in a block."""
+    """Replace the output of a layer by ``value``, in a block."""
     setattr(layer, _name_of_output(layer), value)
 
 

@@ -1,4 +1,4 @@
-"""The vectors that requests name; see :mod:`nnsight.steering.formats` for what a vector is."""
+"""The registry of vectors, from which requests choose by name; :mod:`nnsight.steering.formats` defines vectors."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
 
 
 def named_file(option: str, given: str) -> tuple[str, str]:
-    """Return name and file of a value ``NAME=FILE`` of an ``option`` of a command; raise ``ValueError`` if it has no name."""
+    """Split the value ``NAME=FILE`` of a command-line ``option`` into name and file; raise ``ValueError`` if it has no file."""
     name, _, path = given.partition("=")
     if not path:
-        raise ValueError(f"{option} {given}: say what the file is called, as in `{option} happy={given}`.")
+        raise ValueError(f"{option} {given}: give a name and a file, as in `{option} happy={given}`.")
     return name, path
 
 
 class Vectors(Mapping[str, Directions]):
-    """The vectors that requests name; ``hidden`` are the channels of the model's hidden state, ``None`` if they are not known yet."""
+    """A registry of vectors by name; ``hidden`` is the number of channels of the model's hidden state, ``None`` if not known yet."""
 
     def __init__(self, hidden: int | None = None) -> None:
         self.hidden = hidden
@@ -34,26 +34,26 @@ class Vectors(Mapping[str, Directions]):
 
         Args:
             path: A safetensors file or a control vector in GGUF.
-            name: Its name, and which of several vectors in the file; by default the name of the file, without its suffix.
+            name: Name of the vector, which also chooses one of several in the file; by default the name of the file without its suffix.
 
         Raises:
             ImportError: If the file is in GGUF, and the package ``gguf`` is not installed.
             OSError: If the file cannot be read.
-            ValueError: If the name is taken, or the file is not right.
+            ValueError: If the name is taken or not valid, or the content of the file is not valid.
         """
         return self.add_parsed(Path(path).stem if name is None else name, Path(path).read_bytes(), str(path))
 
     def load_named(self, given: str) -> str:
-        """Register the vector that an option of a command names, ``NAME=FILE``, and return its name; raise as :meth:`load`."""
+        """Register the vector of a command-line option ``--vectors NAME=FILE``, and return its name; raises the errors of :meth:`load`."""
         name, path = named_file("--vectors", given)
         return self.load(path, name)
 
     def add(self, name: str, value: torch.Tensor | Mapping[int, torch.Tensor]) -> str:
-        """Register a direction for any layer, ``[hidden]``, or one for each of some layers, by their numbers; return its name.
+        """Register a direction ``[hidden]`` for any layer, or a mapping from layers to directions, and return the name.
 
         Raises:
             TypeError: If ``value`` is neither.
-            ValueError: If the name is taken, or a direction has another size, dtype or values that are not finite.
+            ValueError: If the name is taken or not valid, or a direction has a wrong size or dtype, or values that are not finite.
         """
         what = f"vector {name!r}"
         return self._add(name, directions_of(value if isinstance(value, Mapping) else {None: value}, what), what)
@@ -64,7 +64,7 @@ class Vectors(Mapping[str, Directions]):
 
     def _add(self, name: str, vector: Directions, source: str) -> str:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name for a vector: names have letters, digits and '_', '-', '.'.")
+            raise ValueError(f"{name!r} is no name for a vector: names consist of letters, digits, '_', '-' and '.'.")
         if name in self._vectors:
             raise ValueError(f"There is a vector {name!r} already: remove it first, or choose another name.")
         size = len(next(iter(vector.values())))
@@ -74,13 +74,13 @@ class Vectors(Mapping[str, Directions]):
         return name
 
     def fit(self, hidden: int) -> None:
-        """Set the channels of the model's hidden state, and raise ``ValueError`` if a registered vector has another size."""
+        """Set the number of channels of the hidden state; raise ``ValueError`` if a registered vector has another size."""
         self.hidden = hidden
         for name, vector in self._vectors.items():
             self.direction(name, next(iter(vector)) or 0, hidden)
 
     def remove(self, name: str) -> None:
-        """Forget a vector. Requests that run go on with its directions. An unknown name raises ``KeyError``."""
+        """Remove a vector. Running requests keep its directions. An unknown name raises ``KeyError``."""
         self[name]  # raises if there is none
         del self._vectors[name]
 
@@ -99,7 +99,7 @@ class Vectors(Mapping[str, Directions]):
         return "\n".join(f"{name}: {_layers_of(vector)}" for name, vector in self._vectors.items()) or "no vectors"
 
     def layers(self, name: str) -> list[int] | None:
-        """Return the layers for which a vector has a direction; ``None`` if it has one for any. An unknown name raises ``ValueError``."""
+        """Return the layers of a vector; ``None`` if its direction is for any layer. An unknown name raises ``ValueError``."""
         vector = self._found(name)
         return None if None in vector else [layer for layer in vector if layer is not None]
 
@@ -108,7 +108,7 @@ class Vectors(Mapping[str, Directions]):
         vector = self._found(name)
         direction = vector.get(layer, vector.get(None))
         if direction is None:
-            raise ValueError(f"The vector {name!r} has no direction for layer {layer}, but for {_layers_of(vector)}.")
+            raise ValueError(f"The vector {name!r} has no direction for layer {layer}, only for {_layers_of(vector)}.")
         if len(direction) != hidden:
             raise ValueError(_SIZE.format(what=f"The vector {name!r}", size=len(direction), hidden=hidden))
         return direction

@@ -1,4 +1,4 @@
-"""Sweeps: what a steering vector does at several layers and with several factors, beside random directions of the same length."""
+"""Sweeps: the effect of a steering vector at several layers and with several factors, compared with that of random directions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tqdm.auto import tqdm
 from ..modeling.base import NNsight
 from .vector import SteeringVector
 
-#: What a sweep measures: a function of the steered model, which returns a number, or one for each of some prompts.
+#: A function of the steered model that a sweep evaluates. It returns a number, or a tensor of numbers, such as one for each prompt.
 Metric = Callable[[Any], float | torch.Tensor]
 
-#: From how many standard deviations of random directions on a change counts as an effect.
+#: The least number of standard deviations by which a change must differ from that of random directions to count as an effect.
 _NOTABLE = 3.0
 
 
@@ -29,9 +29,9 @@ class SweepRow(NamedTuple):
         layer: The layer.
         scale: The factor.
         value: The metric of the steered model.
-        change: That less the metric of the model itself.
-        random: The mean change that random directions of the same length make there.
-        effect: How many standard deviations of these lie between ``random`` and ``change``.
+        change: ``value`` minus the metric of the unsteered model.
+        random: The mean change from random directions of the same length, at this layer and with this factor.
+        effect: ``change - random``, in standard deviations of the changes from random directions.
     """
 
     layer: int
@@ -44,20 +44,20 @@ class SweepRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Sweep:
-    """The table of a sweep; ``unsteered`` is the metric of the model itself. ``pandas.DataFrame(sweep.rows)`` is a table of pandas."""
+    """The table of a sweep. ``unsteered`` is the metric of the unsteered model. ``pandas.DataFrame(sweep.rows)`` makes a pandas table."""
 
     rows: tuple[SweepRow, ...]
     unsteered: float
 
     @property
     def best(self) -> SweepRow:
-        """The setting with the largest change upwards that is more than chance, or the largest of all if none is."""
+        """The setting with the largest increase among those that exceed chance, or among all settings if none does."""
         notable = [row for row in self.rows if row.effect >= _NOTABLE]
         return max(notable or self.rows, key=lambda row: row.change)
 
     @property
     def has_effect(self) -> bool:
-        """Whether some setting does more than random directions do."""
+        """Whether the change of some setting, up or down, exceeds that of random directions."""
         return any(abs(row.effect) >= _NOTABLE for row in self.rows)
 
     def __str__(self) -> str:
@@ -67,7 +67,7 @@ class Sweep:
         return "\n".join([*lines, f"unsteered: {self.unsteered:.4g}"])
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draw the metric by factor, a line for each layer; write it to ``path`` if given, and return the axes of matplotlib.
+        """Plot the metric over the factor, with a line for each layer; return the axes of matplotlib, and write to ``path`` if given.
 
         Raises:
             ImportError: If matplotlib is not installed.
@@ -102,29 +102,29 @@ def sweep(
     progress: bool = True,
     **options: Any,
 ) -> Sweep:
-    """Return a table of what ``vector`` does to ``model`` at each layer with each factor.
+    """Return a table of the effects of ``vector`` on ``model`` at each layer, with each factor.
 
     Args:
         model: The model.
         vector: The vector.
-        metric: Called with the steered model; returns a number, or a tensor of numbers, whose mean counts. Larger is what the vector
-            is for.
+        metric: Called with the steered model; returns a number, or a tensor of numbers, whose mean is used. It should grow with the
+            property for which the vector steers.
         scales: The factors.
-        layers: The layers; all that the vector has by default.
-        controls: Number of random directions that each direction is compared with, 2 or more. They have its length.
+        layers: The layers; by default all layers of the vector.
+        controls: Number of random directions to compare with each direction, 2 or more. They have the same length.
         seed: Seed of the random directions.
         progress: Whether a progress bar is shown.
         **options: Further arguments of :meth:`.SteeringVector.apply`.
 
     Warns:
-        UserWarning: If no setting does more than random directions of the same length: the vector then does nothing that noise does not.
+        UserWarning: If no setting exceeds random directions of the same length, so that the vector has no more effect than noise.
 
     Raises:
-        ValueError: If there is nothing to measure, or there are fewer than two controls.
+        ValueError: If there are no layers, no factors, or fewer than two controls.
     """
     chosen = list(vector) if layers is None else list(layers)
     if not chosen or not scales or controls < 2:
-        raise ValueError("sweep() takes one layer, one factor and two controls at least.")
+        raise ValueError("sweep() takes at least one layer, one factor and two controls.")
     unsteered = _number(metric(model))
     rows = []
     with tqdm(total=len(chosen) * len(scales) * (1 + controls), desc="sweep", disable=not progress) as bar:
@@ -142,8 +142,8 @@ def sweep(
     table = Sweep(tuple(rows), unsteered)
     if not table.has_effect:
         warnings.warn(
-            f"The vector does no more than random directions of its length in any of {len(rows)} settings: try other layers, larger "
-            "factors or more prompts.",
+            f"The vector has no more effect than random directions of the same length in any of {len(rows)} settings: try other layers, "
+            "larger factors, or a vector from more prompts.",
             UserWarning,
             stacklevel=2,
         )
@@ -151,7 +151,7 @@ def sweep(
 
 
 def _controls(vector: SteeringVector, layers: Sequence[int], count: int, seed: int) -> Iterator[tuple[int, list[SteeringVector]]]:
-    """Yield each layer with random directions of the length that the vector has there."""
+    """Yield each layer, with ``count`` random directions that are as long as that of the vector at this layer."""
     generator = torch.Generator().manual_seed(seed)
     for layer in layers:
         drawn = torch.randn(count, len(vector[layer]), generator=generator, device="cpu")

@@ -1,4 +1,4 @@
-"""Steering vectors: directions of the hidden state, and how they are applied to a model."""
+"""Steering vectors: directions of the hidden state, and their application to a model."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from .layers import count_of, device_of, hidden_of, layers_path, read, with_hidd
 Mode = Literal["add", "ablate", "project", "clamp"]
 _MODES = ("add", "ablate", "project", "clamp")
 
-#: A factor, or one for each step of a generation.
+#: A factor, or a function from the step of a generation to its factor.
 Scale = float | Callable[[int], float]
 
 
 @dataclass(frozen=True, eq=False)
 class SteeringVector(Mapping[int, torch.Tensor]):
-    """A direction of the hidden state after each of some layers, float32 ``[hidden]`` on the CPU, by the number of the layer from 0.
+    """Directions of the hidden state after some layers: a mapping from the number of a layer, from 0, to a float32 ``[hidden]`` on the CPU.
 
-    It is a mapping, as the engine for vLLM takes it: ``engine.vectors.add("mood", vector)``. Its files are those that
-    ``nnsight vllm serve --vectors`` reads.
+    An engine for vLLM takes such a mapping: ``engine.vectors.add("mood", vector)``. ``nnsight vllm serve --vectors`` reads the files
+    of this class.
 
     Attributes:
         directions: The directions.
-        at: Path of the list of layers; found out when the vector is applied if it is empty.
-        effects: How well each direction tells the prompts apart that it was found with, see :func:`~nnsight.steering.contrast`.
-        about: How it was made: plain text by name.
+        at: Path of the list of layers. If it is empty, the list is found when the vector is applied.
+        effects: For each layer, how well its direction separates positive from negative prompts, see :func:`~nnsight.steering.contrast`.
+        about: Notes on how the vector was made: plain text by name.
 
     Raises:
-        TypeError: If a direction is no tensor, or a layer no number.
-        ValueError: If directions have other shapes than ``[hidden]``, different sizes, or values that are not finite; or if one is for any
+        TypeError: If a direction is not a tensor, or a layer not a number.
+        ValueError: If directions have another shape than ``[hidden]``, different sizes, or values that are not finite; or if one is for any
             layer (``None``).
     """
 
@@ -51,12 +51,12 @@ class SteeringVector(Mapping[int, torch.Tensor]):
 
     def __post_init__(self) -> None:
         if None in self.directions:
-            raise ValueError("The direction is for any layer. Name its layers: `SteeringVector({5: direction})`.")
+            raise ValueError("The direction is for any layer: give the number of its layer, as in `SteeringVector({5: direction})`.")
         object.__setattr__(self, "directions", directions_of(self.directions, "The steering vector"))
 
     def __getitem__(self, layer: int) -> torch.Tensor:
         if layer not in self.directions:
-            raise KeyError(f"The vector has no direction for layer {layer}, but for {', '.join(map(str, self.directions))}.")
+            raise KeyError(f"The vector has no direction for layer {layer}, only for {', '.join(map(str, self.directions))}.")
         return self.directions[layer]
 
     def __iter__(self) -> Iterator[int]:
@@ -86,13 +86,13 @@ class SteeringVector(Mapping[int, torch.Tensor]):
 
     @property
     def best_layer(self) -> int:
-        """The layer whose direction tells the prompts apart best.
+        """The layer with the largest effect, whose direction best separates positive from negative prompts.
 
         Raises:
-            ValueError: If the vector has no effects, as one that was made by hand.
+            ValueError: If the vector has no effects, for example because it was made by hand.
         """
         if not self.effects:
-            raise ValueError("The vector has no effects by which its layers could be compared: choose a layer, or sweep over them.")
+            raise ValueError("The vector has no effects by which to compare its layers: choose a layer, or compare them with a sweep.")
         return max(self.effects, key=lambda layer: self.effects[layer])
 
     # -- applying ----------------------------------------------------------------------------------------------------
@@ -112,35 +112,38 @@ class SteeringVector(Mapping[int, torch.Tensor]):
     ) -> Any:
         """Return a copy of ``model`` that is steered in every call, trace and generation; it shares the weights.
 
-        With ``u`` for the direction of length 1, the hidden state ``h`` after a layer becomes:
+        With the unit vector ``u`` along the direction, the hidden state ``h`` after a layer becomes:
 
-        ========= ====================================================================================
+        ========= ==================================================================================
         add       ``h + scale * direction``
-        ablate    ``h - (h . u) u``: nothing along the direction is left
-        project   ``(h . u) u``: nothing else is left
-        clamp     ``h + (min(max(h . u, low), high) - h . u) u``: the part along ``u`` lies between both
-        ========= ====================================================================================
+        ablate    ``h - (h . u) u``: the component along ``u`` is removed
+        project   ``(h . u) u``: all other components are removed
+        clamp     ``h + (min(max(h . u, low), high) - h . u) u``: the component is clamped to a range
+        ========= ==================================================================================
 
-        The copy is an edited model as ``model.edit()`` makes it: it can be compiled, baked and edited again. On a compiled one the steering
-        is part of the graph, and ``steered.params["scale"] = 2.0`` sets another factor without compiling.
+        The copy is an edited model, as ``model.edit()`` makes it: it can be compiled, baked and edited again. In a compiled copy, the
+        steering is part of the graph, and ``steered.params["scale"] = 2.0`` changes the factor without a compilation.
 
         Args:
             model: The model.
-            scale: Factor of the directions, for "add"; or a function that returns the factor for the number of a step of a generation.
-            mode: What is done, see above.
-            layers: The layers where it is done; all that the vector has by default.
-            positions: Positions in each call of the model; all by default. A generation has its prompt in the first call.
+            scale: Factor of the directions, for "add"; or a function from the step of a generation to its factor.
+            mode: The change of the hidden state, see above.
+            layers: The layers to steer; by default all layers of the vector.
+            positions: Positions in each call of the model; all by default. In a generation, the first call has the prompt.
             steps: Steps of a generation, counted from 0; all by default. A call outside of a generation is step 0.
-            low: Least part along the direction, for "clamp".
-            high: Largest part along it.
-            match_norm: Give each changed hidden state the length that it had before.
+            low: Lower limit of the component along the direction, for "clamp".
+            high: Upper limit, likewise.
+            match_norm: Rescale each changed hidden state to its previous norm.
 
         Raises:
-            ValueError: If the mode is unknown, ``low`` is above ``high`` or "clamp" has neither, or the model does not fit the vector.
+            ValueError: If the mode is unknown, the limits are missing for "clamp" or in the wrong order, ``layers`` is empty, or the model
+                lacks a layer.
             KeyError: If the vector has no direction for one of the layers.
         """
         _check(mode, low, high)
         chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else sorted(set(layers))
+        if not chosen:
+            raise ValueError("layers=[] steers nothing: name at least one layer.")
         directions = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
         paths = self._paths(model, chosen)
         directions = directions.to(device_of(model, paths[0]))
@@ -159,7 +162,7 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         return steered
 
     def _paths(self, model: NNsight, layers: Sequence[int]) -> list[str]:
-        """Return the paths of layers of a model; raise ``ValueError`` if it has no such layers."""
+        """Return the paths of ``layers`` in a model; raise ``ValueError`` if the model lacks one of them."""
         at = self.at or layers_path(model)
         count = count_of(model, at)
         if any(layer >= count for layer in layers):
@@ -169,10 +172,10 @@ class SteeringVector(Mapping[int, torch.Tensor]):
     # -- files -------------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the vector to a file, and return its path: a control vector of llama.cpp if its name ends in ``.gguf``, else safetensors.
+        """Write the vector to a file, and return its path. A ``.gguf`` file is a control vector of llama.cpp; others are safetensors.
 
         Raises:
-            ImportError: For ``.gguf`` without the package ``gguf``.
+            ImportError: If the file is ``.gguf``, and the package ``gguf`` is not installed.
             OSError: If the file cannot be written.
         """
         target = Path(path)
@@ -188,19 +191,19 @@ class SteeringVector(Mapping[int, torch.Tensor]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], name: str | None = None) -> SteeringVector:
-        """Return the vector in a file; ``name`` says which of several. Nothing in the file is run.
+        """Return the vector in a file; ``name`` chooses one of several. Reading a file runs no code from it.
 
         Raises:
             ImportError: If the file is in GGUF, and the package ``gguf`` is not installed.
             OSError: If the file cannot be read.
-            ValueError: If it is not right, or its direction is for any layer: it is then a tensor, not a vector with layers.
+            ValueError: If the content is not valid, or is a single direction for any layer, which is no vector with layers.
         """
         data = Path(path).read_bytes()
         directions: Any = parse_vector(data, str(path), name)
         return cls(directions, *_notes(data, str(path)))
 
     def push(self, repository: str, file: str = "vector.safetensors", **options: Any) -> str:
-        """Upload the vector to a repository of the Hugging Face hub, and return the address; ``options`` are those of ``upload_file``."""
+        """Upload the vector to a repository of the Hugging Face hub, and return its URL; ``options`` are those of ``upload_file``."""
         from huggingface_hub import HfApi
 
         with tempfile.TemporaryDirectory() as folder:
@@ -209,19 +212,19 @@ class SteeringVector(Mapping[int, torch.Tensor]):
 
     @classmethod
     def pull(cls, repository: str, file: str = "vector.safetensors", name: str | None = None, **options: Any) -> SteeringVector:
-        """Return a vector from a repository of the hub; ``options`` are those of ``hf_hub_download``. Raises as :meth:`load`."""
+        """Return a vector from a repository of the hub; ``options`` are those of ``hf_hub_download``. Raises the errors of :meth:`load`."""
         from huggingface_hub import hf_hub_download
 
         return cls.load(hf_hub_download(repository, file, **options), name)
 
 
-
 def _check(mode: str, low: float, high: float) -> None:
-    """Raise ``ValueError`` if there is no such mode, or it has no such limits."""
+    """Raise ``ValueError`` if the mode is unknown, or the limits are not valid."""
     if mode not in _MODES:
         raise ValueError(f"mode={mode!r}: the modes are {', '.join(map(repr, _MODES))}.")
     if (mode == "clamp" and low == -math.inf and high == math.inf) or low > high:
         raise ValueError(f"low={low} and high={high}: clamp takes one limit or both, the lower one first.")
+
 
 def _edited(
     model: NNsight,
@@ -233,7 +236,7 @@ def _edited(
     match_norm: bool,
     which: int | slice,
 ) -> Any:
-    """Return a copy of ``model`` with the same edit at each step; the names of tensors here are those of its parameters."""
+    """Return a copy of ``model`` with the same edit at each step. The names of tensors here become names in its ``params``."""
     low, high = limits
     with model.edit() as (tracer, steered):
         for _ in tracer.iter[:]:
@@ -254,7 +257,7 @@ def _changed(
     match_norm: bool,
     which: int | slice,
 ) -> torch.Tensor:
-    """Return a hidden state, ``[batch, positions, hidden]``, with ``direction``, ``[hidden]``, applied at the positions ``which``."""
+    """Return ``hidden``, ``[batch, positions, hidden]``, with ``direction``, ``[hidden]``, applied at the positions ``which``."""
     whole = which == slice(None)
     part = hidden if whole else hidden[:, which]
     direction = direction.to(hidden)
@@ -279,12 +282,12 @@ def _changed(
 def _unit(direction: torch.Tensor) -> torch.Tensor:
     length = direction.norm()
     if not length:
-        raise ValueError("A direction of length 0 cannot be ablated, projected on or clamped along.")
+        raise ValueError('A direction of length 0 supports only the mode "add".')
     return direction / length
 
 
 def _notes(data: bytes, source: str) -> tuple[str, dict[int, float], dict[str, str]]:
-    """Return the path of the layers, the effects and how the vector was made, as far as a file that could be read has them."""
+    """Return the attributes ``at``, ``effects`` and ``about`` from a valid file; empty ones if the file does not have them."""
     if data[:4] == MAGIC:
         return "", {}, {}
     notes = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__") or {}
@@ -292,5 +295,5 @@ def _notes(data: bytes, source: str) -> tuple[str, dict[int, float], dict[str, s
         effects = {int(layer): float(effect) for layer, effect in json.loads(notes.get("effects", "{}")).items()}
         about = {str(key): str(value) for key, value in json.loads(notes.get("about", "{}")).items()}
     except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{source}: the notes beside the directions are damaged ({error}).") from error
+        raise ValueError(f"{source}: the metadata of the vector is damaged ({error}).") from error
     return notes.get("at", ""), effects, about

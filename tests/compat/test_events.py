@@ -107,7 +107,7 @@ def test_events_are_made_by_the_block_alone() -> None:
         queue = mediator.event_queue
         queue.restore(queue.get())
         for change in (queue.restore, queue.put):
-            with pytest.raises(ValueError, match=r"waits with \(<Events\.SWAP: 'swap'>, .*cannot be changed"):
+            with pytest.raises(ValueError, match=r"waits with \(<Events\.SWAP: 'swap'>, .*Only the block can change"):
                 change((Events.VALUE, "a.i0"))
         assert not hasattr(queue, "lock")
         assert mediator.lock == 0

@@ -298,7 +298,7 @@ def test_the_caches_of_a_block(rows: Rows, compile: bool) -> None:
     for values, expected in ((cache["model.0"].output, rows._module[0]), (cache["model.0"].input, lambda x: x)):
         assert len(values) == 2
         assert torch.allclose(values[0], expected(ONE)) and torch.allclose(values[1], expected(TWO))
-    with pytest.raises(ValueError, match="is in no run"):
+    with pytest.raises(ValueError, match="is not in a run"):
         mediators[0].set_user_cache(cache)
 
 
@@ -417,5 +417,5 @@ def test_a_mediator_travels_before_its_run(seen: list[Any], way: Callable[[Media
     offer(arrived, torch.ones(3), torch.ones(3) * 2)
     assert [value.tolist() for value in seen] == [[3.0, 3.0], [6.0, 6.0]]
     offer(mediator, torch.zeros(3), torch.zeros(3))
-    with pytest.raises(ValueError, match="has begun already: copy or pickle a mediator before its run"):
+    with pytest.raises(ValueError, match="has already started: copy or pickle a mediator before its run"):
         way(mediator)

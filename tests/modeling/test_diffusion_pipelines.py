@@ -299,7 +299,7 @@ def test_a_scan_of_a_pipeline(family: str) -> None:
 
 
 def test_invokes_with_prompts_and_with_tensors(model: DiffusionModel) -> None:
-    with pytest.raises(ValueError, match="Some invokes have prompts, for the pipeline, and some have tensors"):
+    with pytest.raises(ValueError, match="Some invokes have prompts for the pipeline, and some have tensors"):
         with model.trace(compile=False) as tracer:
             with tracer.invoke(CAT):
                 model.unet.output  # noqa: B018

@@ -448,14 +448,14 @@ def test_a_file_that_is_not_there(model: NNsight, tmp_path: Path) -> None:
     with model.edit() as edited:
         model.layers[0].output[:] = 0
     edited.export_edits("net", tmp_path, variant="zero")
-    with pytest.raises(FileNotFoundError, match="no exported edits at .*There are the variants zero"):
+    with pytest.raises(FileNotFoundError, match="no exported edits at .*These variants exist: zero"):
         model.import_edits("net", tmp_path)
     with pytest.raises(FileNotFoundError, match="no exported edits at"):
         model.import_edits(tmp_path / "nowhere" / "x.safetensors")
 
 
 def test_a_file_and_a_folder_contradict_each_other(model: NNsight, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="is a file already"):
+    with pytest.raises(ValueError, match="is the path of a file"):
         model.import_edits("x.safetensors", export_dir=tmp_path)
 
 

@@ -271,7 +271,7 @@ def test_an_error_after_a_guess_says_that_there_was_one() -> None:
     assert shape == (3, 2)
     with pytest.raises(RuntimeError, match="split") as caught, model.scan(torch.ones(5, 3)):
         never = model.layer.output
-    assert "given guesses" in caught.value.__notes__[0]
+    assert "got guesses" in caught.value.__notes__[0]
 
 
 # -- no effects --------------------------------------------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_the_memory_of_a_cache_is_used_again(family: str, compiled: Any) -> None
         with model.generate(given, **STATIC, **options) as tracer:
             model.model.layers[0].output[:] *= factor
             tokens = tracer.result.save()
-        for _, layers in static_caches._last.values():
+        for _, layers in static_caches._last_caches.values():
             places |= {layer["keys"].storage.data_ptr() for layer in layers}
         return tokens, places
 
@@ -118,7 +118,7 @@ def test_the_memory_of_a_cache_is_used_again(family: str, compiled: Any) -> None
             found: torch.Tensor = net.generate(given, attention_mask=torch.ones_like(given), **STATIC)
         return found
 
-    static_caches._last.clear()
+    static_caches._last_caches.clear()
     _, first = generated()
     gc.collect()  # of a capture
     factor = 1.5  # what the last generation has left in the memory, no numbers here, has no effect on the next
@@ -145,7 +145,7 @@ def test_the_memory_of_a_cache_goes_with_the_model() -> None:
     net: Any = specimens()["llama"].build()
     with LanguageModel(net).generate(ids(1, 5), **STATIC):
         pass
-    ((_, layers),) = [kept for module, kept in static_caches._last.items() if module is net]
+    ((_, layers),) = [kept for module, kept in static_caches._last_caches.items() if module is net]
     storage = weakref.ref(layers[0]["keys"].storage)
     del net, layers, _
     gc.collect()

@@ -92,7 +92,7 @@ def test_a_task_by_name_and_by_alias() -> None:
 def test_the_task_of_a_loaded_module_or_a_folder(tmp_path: Path) -> None:
     names = ["text-classification", "token-classification", "fill-mask", "image-classification", "audio-classification", "text-generation"]
     assert [TransformersModel(TINY[name].module()).task for name in names] == names
-    with pytest.raises(ValueError, match="BertModel does not say what its task is"):
+    with pytest.raises(ValueError, match="class BertModel is not known"):
         TransformersModel(TINY["feature-extraction"].module())
     assert TransformersModel("nnsight/demo").task == "text-generation"
     TINY["fill-mask"].module().save_pretrained(tmp_path / "mask")
@@ -549,7 +549,7 @@ def test_texts_of_several_invokes_are_one_pipeline(filler: TransformersModel, co
         return [record["token_str"] for record in records]
 
     assert fills(first) == fills(filler.pipe(texts[0], top_k=1))
-    with pytest.raises(ValueError, match="3 texts in one batch"), filler.pipe(batch_size=2, compile=compile) as tracer:
+    with pytest.raises(ValueError, match="3 texts of the invokes run as one batch"), filler.pipe(batch_size=2, compile=compile) as tracer:
         with tracer.invoke(texts[0]):
             pass
         with tracer.invoke(texts[1:]):

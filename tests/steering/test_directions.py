@@ -82,6 +82,8 @@ def test_a_compiled_model_gives_the_same(model: Any) -> None:
         ({"layers": [6]}, "the model has layers 0 to 5 at `transformer.h`"),
         ({"layers": -1}, "the model has layers 0 to 5"),
         ({"at": "blocks"}, "no list of layers at 'blocks'"),
+        ({"position": 50}, "position=50: a prompt has only"),
+        ({"position": -50}, "position=-50: a prompt has only"),
     ],
 )
 def test_bad_arguments(model: Any, options: dict[str, Any], says: str) -> None:
@@ -90,7 +92,7 @@ def test_bad_arguments(model: Any, options: dict[str, Any], says: str) -> None:
 
 
 def test_numbers_of_prompts(model: Any) -> None:
-    with pytest.raises(ValueError, match="two of a kind are the least"):
+    with pytest.raises(ValueError, match="at least two of each"):
         contrast(model, POSITIVE, NEGATIVE[:1], progress=False)
-    with pytest.raises(ValueError, match="takes pairs, and there are 6 positive prompts and 5"):
+    with pytest.raises(ValueError, match="needs pairs, and there are 6 positive prompts and 5"):
         contrast(model, POSITIVE, NEGATIVE[:5], method="pca", progress=False)

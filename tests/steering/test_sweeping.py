@@ -46,14 +46,14 @@ def test_a_vector_that_works_does_more_than_random_ones(model: Any) -> None:
 
 def test_a_vector_that_does_nothing_is_called_so(model: Any) -> None:
     random = SteeringVector({2: torch.randn(128, generator=torch.Generator().manual_seed(5))}, "transformer.h")
-    with pytest.warns(UserWarning, match="no more than random directions of its length in any of 2 settings"):
+    with pytest.warns(UserWarning, match="no more effect than random directions of the same length in any of 2 settings"):
         table = sweep(model, random, paris, scales=(0.5, 1.0), controls=8, progress=False)
     assert not table.has_effect
 
 
 def test_the_plot_has_a_line_for_each_layer(model: Any, tmp_path: Path) -> None:
     vector = SteeringVector({1: torch.ones(128), 4: torch.ones(128)}, "transformer.h")
-    with pytest.warns(UserWarning, match="no more than random"):
+    with pytest.warns(UserWarning, match="no more effect than random"):
         table = sweep(model, vector, lambda steered: 1.0, scales=(2.0, -1.0), controls=2, progress=False)
     axes = table.plot(tmp_path / "sweep.png")
     assert [line.get_label() for line in axes.get_lines()] == ["layer 1", "layer 4", "unsteered"]

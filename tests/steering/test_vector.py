@@ -217,7 +217,7 @@ def test_a_file_with_damaged_notes_is_refused(vector: SteeringVector, tmp_path: 
     file = tmp_path / "mood.safetensors"
     for notes in ({"effects": "["}, {"effects": json.dumps({"a": 1})}, {"about": json.dumps([1])}):
         save_file({"1": vector[1]}, file, metadata=notes)
-        with pytest.raises(ValueError, match="notes beside the directions are damaged"):
+        with pytest.raises(ValueError, match="metadata of the vector is damaged"):
             SteeringVector.load(file)
     save_file({"1": vector[1]}, file, metadata={"format": "pt"})
     assert torch.equal(SteeringVector.load(file)[1], vector[1])
@@ -250,9 +250,9 @@ def test_arithmetic_and_mapping(vector: SteeringVector) -> None:
     assert torch.equal((2 * vector)[1], 2 * vector[1])
     assert torch.equal((-vector)[2], -vector[2])
     assert vector != 2 * vector
-    with pytest.raises(KeyError, match="no direction for layer 7, but for 0, 1, 2"):
+    with pytest.raises(KeyError, match="no direction for layer 7, only for 0, 1, 2"):
         vector[7]
-    with pytest.raises(ValueError, match="choose a layer, or sweep"):
+    with pytest.raises(ValueError, match="choose a layer, or compare"):
         _ = vector.best_layer
 
 
@@ -262,7 +262,7 @@ def test_arithmetic_and_mapping(vector: SteeringVector) -> None:
         (lambda: SteeringVector({}), ValueError, "no directions"),
         (lambda: SteeringVector({0: torch.randn(4), 1: torch.randn(5)}), ValueError, "different sizes"),
         (lambda: SteeringVector({-1: torch.randn(4)}), TypeError, "layers are numbers from 0"),
-        (lambda: SteeringVector({0: torch.randn(4, 4)}), ValueError, "a direction is .hidden."),
+        (lambda: SteeringVector({0: torch.randn(4, 4)}), ValueError, "a direction has shape .hidden."),
         (lambda: SteeringVector({0: torch.tensor([1.0, math.nan])}), ValueError, "not finite"),
     ],
 )
@@ -278,6 +278,7 @@ def test_vectors_that_are_none(make: Callable[[], Any], kind: type[Exception], s
         ({"mode": "clamp"}, ValueError, "one limit or both"),
         ({"mode": "clamp", "low": 2.0, "high": 1.0}, ValueError, "the lower one first"),
         ({"layers": [5]}, KeyError, "no direction for layer 5"),
+        ({"layers": []}, ValueError, "steers nothing"),
     ],
 )
 def test_applications_that_are_refused(net: Any, vector: SteeringVector, options: dict[str, Any], kind: type[Exception], says: str) -> None:

@@ -307,7 +307,7 @@ def test_vectors_come_and_go_at_run_time(server: Server, reference: LanguageMode
 @pytest.mark.parametrize(
     ("data", "status", "message"),
     [
-        (b"something else", 400, "neither a safetensors file nor one in GGUF"),
+        (b"something else", 400, "neither a safetensors file nor a GGUF file"),
         (save({"layers.1": torch.ones(HIDDEN + 1)}), 400, "has 129 channels, and the model's hidden state has 128"),
         (save({"layers.1": torch.full((HIDDEN,), float("nan"))}), 400, "'layers.1' has values that are not finite"),
         (save({"layers.1": torch.ones(1 << 19)}), 413, "bytes, which no vector of this model needs"),

@@ -97,7 +97,7 @@ def test_gguf_control_vectors(dtype: torch.dtype, alignment: int) -> None:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "file: neither a safetensors file nor one in GGUF"),
+        (b"", "file: neither a safetensors file nor a GGUF file"),
         (b"not a file at all, but long enough", "neither a safetensors file"),
         (save({"direction.1": torch.ones(4)})[:-3], "neither a safetensors file"),
         (save({}), "file: the file has no tensors"),
@@ -109,7 +109,7 @@ def test_gguf_control_vectors(dtype: torch.dtype, alignment: int) -> None:
         (gguf({"direction.1": torch.ones(4)})[:-17], "ends before its content"),
         (gguf({"direction.1": torch.ones(4)})[:40], "ends before its content"),
         (gguf({"direction.1": torch.ones(4)}, architecture="llama"), "of the architecture 'llama', not a control vector"),
-        (gguf({"direction.1": torch.ones(4)}, version=1), "GGUF of version 1"),
+        (gguf({"direction.1": torch.ones(4)}, version=1), "GGUF version 1"),
         (gguf({"direction.1": torch.ones(4)}, code=8), r"'direction.1' is quantized \(GGML type 8\)"),
         (b"GGUF" + struct.pack("<IQQ", 3, 2**60, 2**60), "ends before its content"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 2**62), "ends before its content"),
@@ -176,7 +176,7 @@ def test_vectors_are_registered_and_removed() -> None:
     assert repr(vectors) == "happy: layers 3"
     with pytest.raises(ValueError, match="There is a vector 'happy' already"):
         vectors.add("happy", torch.ones(HIDDEN))
-    with pytest.raises(ValueError, match="'happy' has no direction for layer 4, but for layers 3"):
+    with pytest.raises(ValueError, match="'happy' has no direction for layer 4, only for layers 3"):
         vectors.direction("happy", 4, HIDDEN)
     vectors.remove("happy")
     assert "happy" not in vectors
@@ -289,12 +289,14 @@ def test_forms_of_layers(value: Any, expected: tuple[int, ...]) -> None:
         ({"vector": "happy", "layers": 2.5}, "nnsight_layers is a number"),
         ({"vector": "happy", "layers": -1}, "nnsight_layers is a number"),
         ({"vector": "happy", "layers": "0-99999999999"}, "nnsight_layers is a number"),
-        ({"vector": "happy", "layers": "5-3"}, "names no layer"),
+        ({"vector": "happy", "layers": "5-3"}, "nnsight_layers is a number"),
+        ({"vector": "happy", "layers": "2,5-3"}, "nnsight_layers is a number"),
+        ({"vector": "happy", "layers": []}, "names no layer"),
         ({"vector": "happy", "layers": "2,2"}, "or one twice"),
-        ({"vector": "happy", "layers": "4"}, "'happy' has no direction for layer 4, but for layers 2, 3"),
+        ({"vector": "happy", "layers": "4"}, "'happy' has no direction for layer 4, only for layers 2, 3"),
         ({"vector": "any", "layers": "1,2,6"}, "Layer 1, 6 cannot be steered: there are tables for 2, 3, 4, 5"),
         ({"vector": "any"}, "nnsight_layers is missing: 'any' is for any layer"),
-        ({"vector": "happy,late"}, "have different layers: say with nnsight_layers"),
+        ({"vector": "happy,late"}, "have different layers: choose layers with nnsight_layers"),
         ({"vector": "happy", "start": -1}, "nnsight_start is a position"),
         ({"vector": "happy", "start": "2"}, "nnsight_start is a position"),
     ],

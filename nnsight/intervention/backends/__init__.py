@@ -1,4 +1,4 @@
-"""Import paths of backends."""
+"""Import paths from the public documentation, for backends."""
 
 from ...lazy import submodules
 

@@ -1,4 +1,4 @@
-"""Re-exports :class:`Backend`."""
+"""Re-exports :class:`Backend` and :class:`ExecutionBackend`."""
 
 from ...tracing import Backend, ExecutionBackend
 

@@ -1,4 +1,4 @@
-"""Import paths of the tracing layer."""
+"""Import paths from the public documentation, for the tracing layer."""
 
 from ...lazy import submodules
 

@@ -1,4 +1,4 @@
-"""Re-exports :class:`BackwardsTracer`, a block that runs along with a backward pass."""
+"""Re-exports :class:`BackwardsTracer`, which runs a block during a backward pass."""
 
 from ...runtime.gradients import BackwardsTracer
 

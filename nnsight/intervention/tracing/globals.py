@@ -1,8 +1,8 @@
-"""State of tracing that belongs to no single tracer: what is saved, and what was compiled.
+"""State that all tracers share: the table of saved values, and the cache of compiled blocks.
 
-A backend that runs a block brackets that with :meth:`Globals.enter` and :meth:`Globals.exit`, so that ``.save()`` has a
-table to mark things in. Within the ``with`` statement the tracer has opened it already, and the two only nest; they matter where
-a block runs at another time or in another thread.
+A backend that runs a block calls :meth:`Globals.enter` before and :meth:`Globals.exit` after it, so that ``.save()`` has a table of saved
+values. Within the ``with`` statement, the tracer has already opened the table, and the calls have no effect. They are needed when a
+block runs at another time or in another thread.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from typing import Any
 from ...tracing import block, saving, source
 from ...util import Object
 
-#: For each entering that is still open, how to undo it; ``None`` where a table was open already.
+#: For each open call of :meth:`Globals.enter`, the token that undoes it; ``None`` if a table was open already.
 _entered: ContextVar[tuple[Token[Any] | None, ...]] = ContextVar("nnsight_entered", default=())
 
 
 class _TracingCache:
-    """What was made of the source of blocks, once for each place in the code."""
+    """The cache of syntax trees and compiled blocks, by place in the code."""
 
     def clear(self) -> None:
-        """Forget it. The next trace at each place reads and compiles its block anew."""
+        """Clear the cache. The next trace at each place reads and compiles its block again."""
         block._blocks.clear()
         source._trees.clear()
 
 
 class _Globals:
-    """The state of this thread and context."""
+    """The state of tracing in this thread and context."""
 
     cache = _TracingCache()
 
     @property
     def saves(self) -> Mapping[int, Any]:
-        """The saved objects by identity, so that ``id(value) in Globals.saves``; empty outside of a trace."""
+        """The saved objects by ``id``, so that ``id(value) in Globals.saves`` is a test; empty outside of a trace."""
         return saving.saves.get() or {}
 
     def enter(self) -> None:
-        """Open a table of saves, unless one is open, and offer ``.save()`` as :attr:`CONFIG.APP.PYMOUNT` says. Nests."""
+        """Open a table of saved values, unless one is open, and mount ``.save()`` if :attr:`CONFIG.APP.PYMOUNT` is set. Calls can nest."""
         saving.mount()
         _entered.set((*_entered.get(), saving.saves.set({}) if saving.saves.get() is None else None))
 
@@ -46,7 +46,7 @@ class _Globals:
         """Undo the latest :meth:`enter`.
 
         Raises:
-            ValueError: If there is none.
+            ValueError: If there is no open :meth:`enter` in this thread and context.
         """
         if not _entered.get():
             raise ValueError("Globals.exit() without Globals.enter(): call both, in this order, in the same thread.")

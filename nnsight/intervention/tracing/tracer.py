@@ -1,7 +1,7 @@
 """Re-exports the tracers that run a model.
 
-:class:`InterleavingTracer` runs it with blocks, :class:`ScanningTracer` does so on fakes. A mode of one's own is a subclass whose
-``execute`` gets the block as a function and runs it, by ``super().execute(function)`` if the model is to run.
+:class:`InterleavingTracer` runs the model with blocks; :class:`ScanningTracer` runs both on fake tensors. To define another kind of trace,
+make a subclass. Its ``execute`` gets the block as a function, and ``super().execute(function)`` runs the model with it.
 """
 
 from ...modeling.scanning import ScanningTracer

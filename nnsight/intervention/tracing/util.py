@@ -1,4 +1,4 @@
-"""Re-exports :func:`wrap_exception`."""
+"""Re-exports :func:`wrap_exception` and :class:`WithBlockNotFoundError`."""
 
 from ...tracing import WithBlockNotFoundError, wrap_exception
 

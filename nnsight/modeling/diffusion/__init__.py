@@ -1,4 +1,4 @@
-"""Pipelines of `diffusers` as models: :class:`DiffusionModel`."""
+"""Models that are pipelines of `diffusers`: :class:`DiffusionModel`."""
 
 from .model import DiffusionModel
 from .module import Diffuser

@@ -1,4 +1,4 @@
-"""Pipelines by name: which class loads them, and their modules without weights."""
+"""Lazy pipelines: the class that loads a pipeline by name, and the pipeline with modules without weights."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-#: Options of ``from_pretrained`` that say where files come from.
+#: Options of ``from_pretrained`` about the source of files.
 _REPOSITORY_OPTIONS = {"cache_dir", "force_download", "local_files_only", "revision", "token"}
 
-#: Which table of `diffusers` has the classes among which a class chooses by what the repository declares.
+#: For each ``AutoPipeline...``: the table of `diffusers` from which it chooses a class, by the class that the repository declares.
 _TABLES = {
     "AutoPipelineForText2Image": "AUTO_TEXT2IMAGE_PIPELINES_MAPPING",
     "AutoPipelineForImage2Image": "AUTO_IMAGE2IMAGE_PIPELINES_MAPPING",
@@ -22,10 +22,10 @@ _TABLES = {
 
 
 def diffusers_package() -> Any:
-    """Return the package.
+    """Return the package `diffusers`.
 
     Raises:
-        ImportError: If it is not installed.
+        ImportError: If the package is not installed.
     """
     try:
         import diffusers
@@ -39,7 +39,7 @@ def loader_of(automodel: Any) -> Any:
 
     Raises:
         ValueError: If `diffusers` has no class of this name.
-        TypeError: If it is no class that loads pipelines.
+        TypeError: If ``automodel`` is not a class that loads pipelines.
     """
     diffusers = diffusers_package()
     if automodel is None:
@@ -55,16 +55,16 @@ def loader_of(automodel: Any) -> Any:
 
 
 def build(name: str, loader: Any, options: dict[str, Any]) -> Any:
-    """Return the pipeline that ``loader.from_pretrained(name, **options)`` would return, its modules without weights.
+    """Return the pipeline that ``loader.from_pretrained(name, **options)`` would return, but with modules without weights.
 
     Raises:
-        ValueError: If the repository lacks a component that the class needs.
+        ValueError: If the repository lacks a component that the class needs, or a class in it is not available.
     """
     where = {key: options[key] for key in _REPOSITORY_OPTIONS & options.keys()}
     config = (loader if hasattr(loader, "load_config") else diffusers_package().DiffusionPipeline).load_config(name, **where)
     kind = _concrete(loader, config["_class_name"], options)
     parts: dict[str, Any] = {}
-    with torch.device("cpu"):  # for schedulers and the like, which compute
+    with torch.device("cpu"):  # components such as schedulers compute values
         for part, described in config.items():
             if part in options:
                 parts[part] = options[part]
@@ -89,26 +89,25 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _concrete(loader: Any, declared: str, options: dict[str, Any]) -> Any:
-    """Return the class of the pipelines of ``loader``, or else the one that the repository declares."""
+    """Return the class of the pipeline: ``loader`` itself, its choice, or the class that the repository declares."""
     diffusers = diffusers_package()
     table = _TABLES.get(getattr(loader, "__name__", ""))
     if table is not None and not {"controlnet", "enable_pag"} & options.keys():
         from diffusers.pipelines import auto_pipeline
 
-        found = auto_pipeline._get_task_class(getattr(auto_pipeline, table), declared)
-        return found
+        return auto_pipeline._get_task_class(getattr(auto_pipeline, table), declared)
     base = diffusers.DiffusionPipeline
     if isinstance(loader, type) and issubclass(loader, base) and loader is not base:
         return loader
     if not hasattr(diffusers, declared):
         raise ValueError(
-            f"The repository declares {declared}, which diffusers {diffusers.__version__} lacks. `dispatch=True` loads it at once."
+            f"The repository declares {declared}, which diffusers {diffusers.__version__} lacks. Load it at once with `dispatch=True`."
         )
     return getattr(diffusers, declared)
 
 
 def _dtype(part: str, options: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype that the options of ``from_pretrained`` give to a component."""
+    """Return the dtype for a component in the options of ``from_pretrained``; ``None`` if they have none."""
     given = options.get("dtype", options.get("torch_dtype"))
     given = given.get(part, given.get("default")) if isinstance(given, dict) else given
     return given if isinstance(given, torch.dtype) else None
@@ -122,7 +121,7 @@ def _component(name: str, part: str, described: Sequence[str], where: dict[str, 
     library, class_name = described
     home = {"diffusers": diffusers, "transformers": transformers}.get(library) or getattr(diffusers.pipelines, library, None)
     if not hasattr(home, class_name):
-        raise ValueError(f"`{part}` is a {class_name} of {library}, which is not there. `dispatch=True` loads the pipeline at once.")
+        raise ValueError(f"`{part}` has the class {class_name} of {library}, which was not found. Load it at once with `dispatch=True`.")
     kind = getattr(home, class_name)
     if not issubclass(kind, torch.nn.Module):
         return kind.from_pretrained(name, subfolder=part, **where)

@@ -1,4 +1,4 @@
-"""The output of a pipeline, with lists and arrays of which each invoke gets the items of its own prompts."""
+"""The output of a pipeline, with special lists and arrays, from which each invoke gets the items of its own prompts."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from ...runtime.rows.batching import RowList, RowSequence
 
 
 class RowArray(RowSequence, np.ndarray[Any, Any]):
-    """An array with an entry, or several, for each row of the batch in its first dimension."""
+    """An array whose first dimension has one or several entries for each row of the batch."""
 
     def part(self, items: slice) -> Any:
         return self[items]
 
 
 def with_rows(output: Any) -> Any:
-    """Return the output of a pipeline with its lists and arrays as those of this module."""
+    """Return the output of a pipeline with its lists as ``RowList`` and its arrays as :class:`RowArray`."""
     if isinstance(output, tuple):
         return tuple(map(_rows, output))
     if dataclasses.is_dataclass(output) and not isinstance(output, type):
         names = [field.name for field in dataclasses.fields(output)]
-        return _remakable(type(output))(**{name: _rows(getattr(output, name)) for name in names})
+        return _unflattenable(type(output))(**{name: _rows(getattr(output, name)) for name in names})
     return _rows(output)
 
 
 def make_classes(pipeline: Any) -> None:
-    """Make the classes of outputs that a pipeline may return, before a capture: pytree gets to know them, which would outdate it."""
+    """Make the output classes of a pipeline, before a capture: making one later registers it with pytree, which invalidates the capture."""
     for value in list(vars(sys.modules[type(pipeline).__module__]).values()):
         if isinstance(value, type) and dataclasses.is_dataclass(value) and value.__module__.startswith("diffusers."):
-            _remakable(value)
+            _unflattenable(value)
 
 
 def _rows(value: Any) -> Any:
@@ -43,10 +43,10 @@ def _rows(value: Any) -> Any:
 
 
 @functools.cache
-def _remakable(kind: type) -> type:
-    """Return a subclass of an output class of `diffusers` that pytree can make again.
+def _unflattenable(kind: type) -> type:
+    """Return a subclass of an output class of `diffusers` that pytree can unflatten.
 
-    The classes are registered with pytree as their fields that are not None, and cannot be made without the others.
+    pytree stores only the fields that are not None, and the original class cannot be constructed without the others.
     """
     names = [field.name for field in dataclasses.fields(kind)]
 

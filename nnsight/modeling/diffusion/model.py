@@ -1,7 +1,7 @@
 """Diffusion pipelines: models that denoise an image step by step, traced with a prompt or with tensors for the denoiser.
 
-``trace`` and ``generate`` run the pipeline, in which every location of the denoiser occurs once for each step and those of the model itself
-once. Compiled, it is the denoiser that is captured: its graph serves every step. The other components run as Python.
+``trace`` and ``generate`` run the pipeline. Every location of the denoiser occurs once for each step, and those of the model itself occur
+once. In compiled traces, only the denoiser is captured, and its graph serves every step. The other components run as Python.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 class DiffusionModel(MetaMixin):
-    """A pipeline of `diffusers`, whose components can be read and edited while it makes images.
+    """A pipeline of `diffusers` whose components can be read and edited while it makes images.
 
-    The package `diffusers` is needed: ``pip install "nnsight[diffusion]"``. Components are children (``model.unet``, ``model.vae``);
-    other attributes of the pipeline, such as ``scheduler`` and ``tokenizer``, are found on this object, and the pipeline itself as
+    It needs the package `diffusers`: ``pip install "nnsight[diffusion]"``. Components are children (``model.unet``, ``model.vae``).
+    Other attributes of the pipeline, such as ``scheduler`` and ``tokenizer``, are available on this object, and the pipeline itself as
     ``pipeline``.
 
-    ``trace`` and ``generate`` run the whole pipeline with a block, given a prompt, ``prompt_embeds=`` or other inputs of the pipeline
-    (``image=``, ``mask_image=``, ``strength=``) by name. ``trace`` makes one step unless ``num_inference_steps=`` is given. ``output`` is
-    what the pipeline returns, at the end. Given tensors, ``trace`` runs the denoiser once, with these as its arguments.
+    ``trace`` and ``generate`` run the whole pipeline with a block. They take a prompt, or inputs of the pipeline by name, such as
+    ``prompt_embeds=``, ``image=``, ``mask_image=`` and ``strength=``. ``trace`` makes one step unless ``num_inference_steps=`` is given.
+    ``output`` is the result of the pipeline. With tensors, ``trace`` runs the denoiser once, with the tensors as its arguments.
 
     Args:
         model: Name of a repository on the model hub, folder written by ``save_pretrained``, or a pipeline that is loaded already.
@@ -46,11 +46,12 @@ class DiffusionModel(MetaMixin):
             ``"AutoPipelineForInpainting"``; ``DiffusionPipeline`` by default.
         dispatch: Load the weights at once. By default the components begin on the meta device, without weights, and the first run,
             or :meth:`dispatch`, loads them.
-        **options: ``compile``, ``rename`` and ``envoys`` of :class:`NNsight`; all others are those of ``from_pretrained``.
+        **options: ``compile``, ``rename`` and ``envoys`` of :class:`NNsight`; all others are passed to ``from_pretrained``.
 
     Raises:
         ImportError: If `diffusers` is not installed.
         LoadingError: If the pipeline cannot be read, or lacks a component that ``automodel`` needs. It is an ``OSError``.
+        TypeError: If ``model`` is neither a name nor a pipeline.
         ValueError: If `diffusers` has no class with the name ``automodel``.
 
     Example:
@@ -63,7 +64,7 @@ class DiffusionModel(MetaMixin):
     """
 
     _module: Diffuser
-    #: Arguments that the seeds of an invoke need to be counted.
+    #: Arguments of a trace that also apply to its invokes: they determine the number of seeds.
     _options_of_invokes = {"num_images_per_prompt", "num_videos_per_prompt", "num_waveforms_per_prompt"}  # noqa: RUF012
 
     def __init__(self, model: Any, *, automodel: Any = None, dispatch: bool = False, **options: Any) -> None:
@@ -78,7 +79,7 @@ class DiffusionModel(MetaMixin):
                 f"A diffusion model is a whole pipeline, not one module ({type(model).__name__}). Wrap a module as `NNsight(module)`."
             )
         if automodel is not None:
-            options["automodel"] = options.get("automodel", automodel)  # refused with a pipeline that is loaded
+            options["automodel"] = options.get("automodel", automodel)  # an error later, if the pipeline is loaded already
         super().__init__(model, **options)
 
     # -- loading -------------------------------------------------------------------------------------------------
@@ -105,24 +106,24 @@ class DiffusionModel(MetaMixin):
         validate: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Make images: as a context manager with a block that runs along, as a plain call without.
+        """Make images, with a block if this is called in a ``with`` header, else as a plain call.
 
-        In the block every location of the denoiser occurs once for each step. ``tracer.result`` is what the pipeline returns.
-        Where it guides with an empty prompt, the denoiser is given both at once. An invoke sees the rows of its prompts in both halves,
-        ``num_images_per_prompt`` for each.
+        In the block, every location of the denoiser occurs once for each step. ``tracer.result`` is the result of the pipeline.
+        With classifier-free guidance, the denoiser gets the rows of the empty prompt and of the prompts in one call. An invoke sees
+        the rows of its prompts in both halves, ``num_images_per_prompt`` for each prompt.
 
         Args:
             *inputs: At most one: the prompt, or a list of prompts.
             compile: Whether the denoising steps run compiled; by default as chosen with :meth:`compile`.
             backend: Where the block runs; in this process by default.
-            scan: As in :meth:`trace`, for blocks only. On fakes images are black.
+            scan: As in :meth:`trace`, for blocks only. The images of a scan are black.
             validate: Likewise.
             **kwargs: Those of the pipeline, such as ``num_inference_steps``, ``guidance_scale``, ``negative_prompt``, ``image``,
-                ``generator`` and ``output_type``; and ``seed``: image ``i`` gets a generator with the seed ``seed + i``, counted over
-                prompts and the images of each, unless there is a ``generator``.
+                ``generator`` and ``output_type``; also ``seed``: unless there is a ``generator``, image ``i`` of the call gets one with
+                the seed ``seed + i``, counted over all prompts and the images of each.
 
         Returns:
-            In a ``with`` header the tracer. Else what the pipeline returns, with ``images``.
+            In a ``with`` header, the tracer. Else the result of the pipeline, with ``images``.
         """
         leave_to_python("model.generate(...)")
         if kwargs.pop("remote", False) or kwargs.pop("program", False):
@@ -136,7 +137,7 @@ class DiffusionModel(MetaMixin):
 
     @uncompiled_itself
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the pipeline on a prompt, or the denoiser on tensors, with the edits of this model, and compiled if it is."""
+        """Run the pipeline on a prompt, or the denoiser on tensors, with the edits of this model, and compiled if the model is."""
         if is_compiling() or active_interleaver() is not None:
             return super().__call__(*args, **kwargs)
         return self._run_plainly(DiffusionRun(self, "trace" if ROWS in kwargs else "call"), args, kwargs, None)
@@ -153,7 +154,7 @@ class DiffusionModel(MetaMixin):
     def compile(self, **options: Any) -> None:
         """Run later traces, and plain calls of this object, with the denoiser compiled; see :meth:`NNsight.compile`.
 
-        Edits of this model run as Python beside the steps that they look at.
+        Edits of this model are not compiled: they run as Python.
         """
         if self._compiled is None or (options and options != self._compiled.options):
             self._make_driver(options)
@@ -171,7 +172,7 @@ class DiffusionModel(MetaMixin):
 
     def _tracer(self, function: Any, args: Any, kwargs: Any, *others: Any, **options: Any) -> ModelTracer:
         if not args and not kwargs and "prompt" not in self._module._arguments:
-            kwargs = {"return_dict": True}  # there need not be an input
+            kwargs = {"return_dict": True}  # such a pipeline needs no input, but a trace without arguments waits for invokes
         made = super()._tracer(function, args, kwargs, *others, **options)
         made.pace = f"{self._tree.path}.{self._module._denoiser_name}.output"
         return made

@@ -1,8 +1,8 @@
 """A pipeline of `diffusers` as a module.
 
-A pipeline is no module. It calls several (text encoder, denoiser, autoencoder) from Python, the denoiser once for each step.
-:class:`Diffuser` is a module around it with the same children, so each component has an envoy. Its ``forward`` is the pipeline. Given
-tensors for the denoiser, it is one step.
+A pipeline is not a module. It calls several modules (text encoder, denoiser, autoencoder) from Python, the denoiser once for each step.
+:class:`Diffuser` is a module around the pipeline, with its components as children, so each component has an envoy. ``forward`` runs the
+pipeline, or one step if it gets tensors for the denoiser.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...runtime.interleaver import active_interleaver
 from ...runtime.rows.batching import RowList
 from .images import make_classes, with_rows
 
-#: Which prompt each row belongs to: an argument of our own, by which the number of prompts can be varied. No pipeline takes it.
+#: An extra argument with the number of the prompt of each row, by which a probe varies the number of prompts. No pipeline takes it.
 ROWS = "prompt_rows"
 
 #: Names of the component that denoises.
@@ -30,14 +30,14 @@ _DENOISERS = ("unet", "transformer")
 
 
 class Diffuser(torch.nn.Module):
-    """A pipeline as a module; ``_denoiser_name`` is the component that is called once for each step, by default the largest."""
+    """A pipeline as a module. ``_denoiser_name`` names the component that runs once for each step: a known name, else the largest one."""
 
     pipeline: Any
 
     def __init__(self, pipeline: Any) -> None:
         super().__init__()
         if not (hasattr(pipeline, "components") and callable(pipeline)):
-            raise TypeError(f"A {type(pipeline).__name__} is no pipeline: it has no components, or cannot be called.")
+            raise TypeError(f"A {type(pipeline).__name__} is not a pipeline: it has no `components`, or cannot be called.")
         modules = {name: part for name, part in pipeline.components.items() if isinstance(part, torch.nn.Module)}
         if not modules:
             raise TypeError(f"The {type(pipeline).__name__} has no component that is a torch.nn.Module.")
@@ -49,7 +49,7 @@ class Diffuser(torch.nn.Module):
         self._denoiser_name = next((name for name in _DENOISERS if name in modules), max(sizes, key=sizes.__getitem__))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the pipeline, or one denoising step if the input is the denoiser's."""
+        """Run the pipeline, or one denoising step if the input is for the denoiser."""
         if self._is_step(args, kwargs):
             return self._modules[self._denoiser_name](*args, **kwargs)  # type: ignore[misc]
         if ROWS in kwargs:
@@ -59,7 +59,7 @@ class Diffuser(torch.nn.Module):
         return output if active_interleaver() is None else with_rows(output)
 
     def _is_step(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether these are arguments of the denoiser: a tensor comes first, or has the name of its first argument."""
+        """Whether these are arguments of the denoiser: the first is a tensor, or one has the name of its first argument."""
         if args:
             return isinstance(args[0], torch.Tensor)
         return next(iter(self._step_arguments)) in kwargs.keys() - self._arguments.keys()
@@ -76,18 +76,18 @@ class Diffuser(torch.nn.Module):
         return dict(list(inspect.signature(type(self.pipeline).__call__).parameters.items())[1:])
 
     def _prepare_for_fakes(self, original: Any) -> None:
-        """Change this copy of ``original`` so that it runs on fakes.
+        """Change this copy of ``original`` so that it runs on fake tensors.
 
-        It makes black images, does not check them, and shows no progress. Its schedulers have values.
+        It makes black images, has no safety checker, and shows no progress. Its schedulers keep real tensors.
         """
         pipeline = self.pipeline
         if pipeline is original.pipeline:
-            raise TypeError(f"The {type(pipeline).__name__} cannot be copied, so it does not run on fakes.")
+            raise TypeError(f"The {type(pipeline).__name__} cannot be copied, so it cannot run on fake tensors.")
         for name, part in list(vars(pipeline).items()):
             if hasattr(part, "pt_to_numpy"):
                 part.pt_to_numpy = _black
-            if hasattr(part, "set_timesteps"):  # its tables are values, and numpy makes them
-                setattr(pipeline, name, _with_values(getattr(original.pipeline, name)))
+            if hasattr(part, "set_timesteps"):  # its tables need values, since numpy computes them
+                setattr(pipeline, name, _with_real_timesteps(getattr(original.pipeline, name)))
         if getattr(pipeline, "safety_checker", None) is not None:
             pipeline.safety_checker = None
         if hasattr(pipeline, "set_progress_bar_config"):
@@ -109,8 +109,8 @@ class Diffuser(torch.nn.Module):
             setattr(pipeline, name, value)
 
 
-def _with_values(scheduler: Any) -> Any:
-    """Return a copy of a scheduler that sets its timesteps outside of the fake mode, and whose steps look for no values among them."""
+def _with_real_timesteps(scheduler: Any) -> Any:
+    """Return a copy of a scheduler that sets its timesteps outside of the fake mode, and whose ``step`` does not read them."""
     with unset_fake_temporarily():
         made = copy.deepcopy(scheduler)
     set_timesteps = made.set_timesteps
@@ -125,7 +125,7 @@ def _with_values(scheduler: Any) -> Any:
     @functools.wraps(made.step)
     def step(model_output: Any, timestep: Any, sample: Any, *_: Any, return_dict: bool = True, **__: Any) -> Any:
         names = ("prev_sample", "pred_original_sample", "denoised")
-        stepped = sample + model_output.narrow(1, 0, sample.shape[1])  # there may be variances behind
+        stepped = sample + model_output.narrow(1, 0, sample.shape[1])  # further channels are variances
         return types.SimpleNamespace(**dict.fromkeys(names, stepped)) if return_dict else (stepped,) * len(names)
 
     made.set_timesteps, made.step = outside, step
@@ -133,6 +133,6 @@ def _with_values(scheduler: Any) -> Any:
 
 
 def _black(images: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return black images for fakes ``[batch, channels, height, width]``, as ``[batch, height, width, channels]``."""
+    """Return black images ``[batch, height, width, channels]`` for fake tensors ``[batch, channels, height, width]``."""
     batch, channels, *size = images.shape
     return np.zeros((batch, *size, channels), np.float32)

@@ -1,7 +1,7 @@
-"""A run of a pipeline: what the user passes becomes arguments of the pipeline or of the denoiser, and inputs are joined to one call.
+"""Runs of a pipeline: inputs are converted to arguments of the pipeline or of the denoiser, and those of several invokes are joined.
 
-Arguments of a pipeline have an entry for each prompt (``prompt``, ``image``, ``latents``), or are for the whole call. Entry ``i`` of an
-invoke with ``n`` images for each prompt belongs to image ``i`` or to the images of prompt ``i``, by their number.
+Some arguments of a pipeline have an entry for each prompt or each image (``prompt``, ``latents``); others apply to the whole call. With as
+many entries as prompts, entry ``i`` is for all images of prompt ``i``. With as many entries as images, entry ``i`` is for image ``i``.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 
 _TRACE, _CALL, _GENERATE = "trace", "call", "generate"
 
-#: Names of arguments of pipelines that have an entry for each prompt, or for each image, and of some that look so.
+#: Names of arguments of pipelines with an entry for each prompt or image, and exceptions among them that apply to the whole call.
 _OF_EACH = re.compile(r"prompt|image|latents|embeds|mask|video|audio|generator")
 _OF_ALL = re.compile(r"^ip_adapter|^callback|^num_|guidance|_scale$|crop")
 _IMAGE = re.compile(r"image$|mask$|video$")
 
-#: Arguments of denoisers that are tensors without rows.
+#: Arguments of denoisers that are tensors without a batch axis.
 _WITHOUT_ROWS = {"img_ids", "txt_ids", "image_rotary_emb", "controlnet_cond"}
 
-#: Arguments of pipelines for a certain task, and the class that loads one.
+#: Arguments that only pipelines for a certain task take, and the class that loads such a pipeline.
 _OF_TASKS = {"image": "AutoPipelineForImage2Image", "strength": "AutoPipelineForImage2Image", "mask_image": "AutoPipelineForInpainting"}
 
 NOT_RECORDED = (
-    "A run of a pipeline is Python, and cannot be sent or recorded: leave out `remote=` and `program=`. A trace of the denoiser on "
-    "tensors can be: `model.trace(sample, timestep, encoder_hidden_states=..., program=True)`."
+    "A run of a pipeline is Python, and cannot be sent or recorded: leave out `remote=` and `program=`. A trace of the denoiser alone "
+    "can be recorded: `model.trace(sample, timestep, encoder_hidden_states=..., program=True)`."
 )
 
-#: How many images a pipeline makes for each prompt.
+#: Names of the argument for the number of images of each prompt.
 _PER_PROMPT = re.compile(r"^num_\w+_per_prompt$")
 
 
@@ -49,8 +49,8 @@ class DiffusionRun:
 
     Args:
         model: The model.
-        call: ``"trace"``: one step is made unless the input says how many. ``"generate"``: the pipeline's own default holds, and there
-            is no input for the denoiser. ``"call"``: the pipeline's default holds.
+        call: ``"trace"``: the run makes one step unless the input specifies the number. ``"generate"``: the pipeline's default number
+            of steps applies, and tensors for the denoiser are refused. ``"call"``: the pipeline's default applies.
     """
 
     def __init__(self, model: DiffusionModel, call: str = _GENERATE) -> None:
@@ -72,16 +72,16 @@ class DiffusionRun:
         return module(**final)
 
     def _generators(self, seed: int, count: int) -> Any:
-        """Return the generators of ``count`` images, or the one of a single image."""
+        """Return a list with a seeded generator for each of ``count`` images, or the generator itself for a single image."""
         device = self._model._module.pipeline._execution_device
         device = "cpu" if device.type == "meta" else device
         made = [torch.Generator(device).manual_seed(seed + number) for number in range(count)]
         return made if count > 1 else made[0]
 
-    # -- on fakes --------------------------------------------------------------------------------------------------
+    # -- runs on fake tensors --------------------------------------------------------------------------------------
 
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a copy with as many prompts as there are rows, and one step, to see which sizes follow from their number."""
+        """Run ``module``, a fake copy, with as many prompts as there are rows, and for one step, for the probe."""
         if kwargs.get(ROWS) is not None:
             count = len(kwargs[ROWS])
             repeated = {
@@ -93,7 +93,7 @@ class DiffusionRun:
         return self._scan_on(module, args, kwargs)
 
     def _scan_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a copy on fakes, which draw no random numbers of the user's."""
+        """Run ``module``, a fake copy, without the user's seed and generators."""
         if ROWS in kwargs:
             module._prepare_for_fakes(self._model._module)
             kwargs = {**kwargs, "seed": None, "generator": None}
@@ -102,7 +102,7 @@ class DiffusionRun:
     # -- input -----------------------------------------------------------------------------------------------------
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
-        """Return the arguments of the denoiser, or those of the pipeline, all by name and texts as lists."""
+        """Return the arguments of the denoiser as given, or those of the pipeline by name, with texts as lists."""
         if ROWS in kwargs:
             return inputs, kwargs
         module = self._model._module
@@ -133,7 +133,7 @@ class DiffusionRun:
             kwargs = {name: inputs[0], **kwargs}
         unknown = [name for name in kwargs if name not in accepted and name != "seed"]
         if any(argument.kind is argument.VAR_KEYWORD for argument in accepted.values()):
-            unknown = [name for name in unknown if name in _OF_TASKS]  # which it would ignore
+            unknown = [name for name in unknown if name in _OF_TASKS]  # the pipeline would ignore these
         if unknown:
             hint = f" `automodel={_OF_TASKS[unknown[0]]!r}` loads a pipeline that does." if unknown[0] in _OF_TASKS else ""
             known = f"{', '.join(accepted)}; and `seed`"
@@ -151,12 +151,12 @@ class DiffusionRun:
         """Join the input of one more invoke to those before it."""
         before = None if batched is None else batched[1]
         if before is not None and (ROWS in before) != (ROWS in kwargs):
-            raise ValueError("Some invokes have prompts, for the pipeline, and some have tensors, for the denoiser. They run as one call.")
+            raise ValueError("Some invokes have prompts for the pipeline, and some have tensors for the denoiser: all run as one call.")
         if ROWS not in kwargs:
             given, rows = self._rows_of_step(args, kwargs)
             return ((), given if before is None else _joined(before, given, lambda name: name not in _WITHOUT_ROWS)), rows
         if kwargs[ROWS] is None:
-            raise ValueError("Several invokes need prompts, or `prompt_embeds`, so that the images can be told apart.")
+            raise ValueError("Several invokes need prompts, or `prompt_embeds`, so that each invoke gets its own images.")
         rows = len(kwargs[ROWS])
         images = rows * _images_per_prompt(kwargs)
         seed = kwargs.pop("seed", None)
@@ -166,7 +166,7 @@ class DiffusionRun:
         return ((), given if before is None else _joined(before, given, _is_of_each)), rows
 
     def _rows_of_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """Return the arguments of the denoiser by name, each with all rows, and the number of rows."""
+        """Return the arguments of the denoiser by name, with single rows expanded, and the number of rows."""
         given = {**dict(zip(self._model._module._step_arguments, args, strict=False)), **kwargs}
         rows = next((value.shape[0] for value in given.values() if isinstance(value, torch.Tensor) and value.ndim), 1)
         for name, value in given.items():
@@ -176,12 +176,12 @@ class DiffusionRun:
 
 
 def _fewest_steps(module: Diffuser, kwargs: Mapping[str, Any]) -> dict[str, int]:
-    """Return the argument of the pipeline by which the denoiser runs for one step."""
+    """Return ``num_inference_steps`` for which the denoiser runs once; nothing if the pipeline lacks it or the steps are given."""
     accepted = module._arguments
     if "num_inference_steps" not in accepted or any(kwargs.get(name) is not None for name in ("timesteps", "sigmas")):
         return {}
     steps, strength = 1, 1.0
-    if "strength" in accepted:  # the part of the steps that is made
+    if "strength" in accepted:  # the fraction of the steps that the pipeline makes
         strength = kwargs.get("strength", accepted["strength"].default)
     while isinstance(strength, float) and 0 < strength < 1 and int(steps * strength) < 1:
         steps += 1
@@ -189,7 +189,7 @@ def _fewest_steps(module: Diffuser, kwargs: Mapping[str, Any]) -> dict[str, int]
 
 
 def _count(kwargs: Mapping[str, Any]) -> int | None:
-    """Return the number of prompts, ``None`` if there are none."""
+    """Return the number of prompts; ``None`` if neither ``prompt`` nor ``prompt_embeds`` is given."""
     prompts = kwargs.get("prompt")
     if prompts is None:
         prompts = kwargs.get("prompt_embeds")
@@ -214,7 +214,7 @@ def _is_of_each(name: str) -> bool:
 
 
 def _entries(name: str, value: Any, rows: int, images: int) -> Any:
-    """Return an argument of an invoke with an entry for each of its ``rows`` prompts, or for each of their ``images``."""
+    """Return an argument of an invoke, expanded to an entry for each of its ``rows`` prompts, or for each of their ``images``."""
     if not _is_of_each(name) or value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.Generator):
@@ -230,15 +230,15 @@ def _entries(name: str, value: Any, rows: int, images: int) -> Any:
     elif len(value) == 1:
         value = [*value] * (images if name == "generator" else rows)
     if len(value) not in (rows, images):
-        raise ValueError(f"`{name}` has {len(value)} entries in an invoke with {rows} prompts. It needs one for each.")
+        raise ValueError(f"`{name}` has {len(value)} entries in an invoke with {rows} prompts: it needs one for each prompt or image.")
     return value
 
 
 def _joined(before: Mapping[str, Any], added: Mapping[str, Any], is_of_each: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the arguments of several invokes as those of one call.
+    """Join the arguments of two invokes to those of one call.
 
     Raises:
-        ValueError: If only some of them have an argument with rows, or others differ.
+        ValueError: If only one of them has an argument with rows, or an argument without rows differs.
     """
     made: dict[str, Any] = {}
     for name in {**before, **added}:

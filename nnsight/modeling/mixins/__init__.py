@@ -1,7 +1,7 @@
-"""What a root class can be made of: loading a model by name, and loading its weights late.
+"""Base classes of root envoys that load a model by its name, and load its weights only when they are needed.
 
-``class MyModel(MetaMixin)`` with ``_load`` and ``_load_meta`` is all a model family needs to be lazy; see
-:class:`~nnsight.modeling.language.LanguageModel`, which is made this way.
+A lazy model family is a ``class MyModel(MetaMixin)`` that defines ``_load`` and ``_load_meta``; see
+:class:`~nnsight.modeling.language.LanguageModel` for one.
 """
 
 from .loadable import LoadableMixin

@@ -1,4 +1,4 @@
-"""Root envoys that load their model: what is no module says which one."""
+"""Root envoys that load their own model from a name or a path."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..base import NNsight
 
 
 class LoadableMixin(NNsight):
-    """A root class that takes a module, or what its :meth:`_load` makes a module of.
+    """A root class that takes a module, or the arguments from which its :meth:`_load` makes one.
 
     Args:
         *args: A module, or the arguments of :meth:`_load`, such as a name.
@@ -40,11 +40,11 @@ class LoadableMixin(NNsight):
         super().__init__(module, **options)
 
     def _first_module(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Return the module to begin with."""
+        """Return the module to wrap; a lazy class returns one without weights."""
         return self._load(*args, **kwargs)
 
     def _load(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Return the model that the arguments of the constructor name, with its weights; subclasses define it."""
+        """Return the model that the arguments of the constructor describe, with its weights; subclasses define this method."""
         raise NotImplementedError(
             f"{type(self).__name__} does not know how to load a model. Define `_load(self, *args, **kwargs)` in it, which "
             "returns the module, or pass a torch.nn.Module."

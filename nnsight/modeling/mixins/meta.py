@@ -1,10 +1,10 @@
-"""Models whose weights are loaded when they are needed.
+"""Lazy models, whose weights are loaded when they are needed.
 
-A model by name begins on the *meta device*: its tensors have sizes and no memory, and it can be printed, addressed, edited and scanned.
+A model given by name begins on the *meta device*: its tensors have sizes but no memory. It can be printed, navigated, edited and scanned.
 
 Loading makes new modules (perhaps of other classes, on several devices, or quantised), and the envoys get these modules. Changes of the
 lazy model are repeated on the loaded one: modules that were added, replaced or removed, hooks, training mode, and frozen weights. Wrappers
-that share the lazy model, such as the copies of ``edit()``, are dispatched together.
+that share the lazy model, such as the copies of ``edit()``, are loaded together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...runtime.tracer import Driver
 from .loadable import LoadableMixin
 from .meta_device import MetaDevice  # noqa: F401 - scripts import it from here
 
-#: Methods of modules that read or change weights, so that they are for the loaded model only.
+#: Methods of modules that read or change weights. On a lazy model, they load it first.
 _ABOUT_WEIGHTS = frozenset(
     (
         *("_apply", "apply", "bfloat16", "cpu", "cuda", "double", "float", "half", "load_state_dict", "push_to_hub"),
@@ -33,7 +33,7 @@ _ABOUT_WEIGHTS = frozenset(
     )
 )
 
-#: Where a module keeps its hooks, by number.
+#: Attributes of a module that map numbers to hooks.
 _HOOK_TABLES = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_backward_hooks", "_backward_pre_hooks"),
     *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"),
@@ -41,15 +41,15 @@ _HOOK_TABLES = (
 
 
 class LoadingError(OSError):
-    """A model could not be loaded. The error of the library that was to load it is the cause."""
+    """A model could not be loaded. Its ``__cause__`` is the error of the library that failed to load it."""
 
 
 @contextlib.contextmanager
 def naming(name: str | os.PathLike[str]) -> Iterator[None]:
-    """Name the model in errors of its loading."""
+    """Add the name of the model to errors in the block. Other errors than ``TypeError`` and ``ImportError`` become a ``LoadingError``."""
     try:
         yield
-    except (TypeError, ImportError) as error:  # an option that the model does not have, a package that is missing
+    except (TypeError, ImportError) as error:  # an unknown option, or a missing package
         error.add_note(f"This happened while {os.fspath(name)!r} was loaded.")
         raise
     except Exception as error:
@@ -57,30 +57,30 @@ def naming(name: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @dataclass(eq=False)
-class _ModuleAsMade:
-    """A module of the lazy model as it was made, to see later what was done to it."""
+class _InitialModule:
+    """The initial state of a module of the lazy model, from which later changes are found."""
 
     path: str  # its path in the model
-    module: torch.nn.Module  # the module
-    children: dict[str, torch.nn.Module | None]  # its children
-    training: bool  # its mode
+    module: torch.nn.Module
+    children: dict[str, torch.nn.Module | None]
+    training: bool
     frozen: set[str]  # names of its own parameters that do not require gradients
-    hooks: dict[str, set[int]]  # the hooks in each of its tables
+    hooks: dict[str, set[int]]  # for each of `_HOOK_TABLES`, the numbers of its hooks
 
     @classmethod
-    def of(cls, path: str, module: torch.nn.Module) -> _ModuleAsMade:
+    def of(cls, path: str, module: torch.nn.Module) -> _InitialModule:
         hooks = {table: set(module.__dict__[table]) for table in _HOOK_TABLES}
         return cls(path, module, dict(module._modules), module.training, _frozen(module), hooks)
 
 
 @dataclass(eq=False)
 class _Weights:
-    """What all wrappers of one model know about its weights."""
+    """The loading state of the weights of one model, which all its wrappers share."""
 
     dispatched: bool  # whether they are loaded
-    args: tuple[Any, ...] = ()  # arguments of `_load`, until then
+    args: tuple[Any, ...] = ()  # arguments of `_load`; empty once loaded
     kwargs: dict[str, Any] = field(default_factory=dict)  # likewise, by name
-    made: list[_ModuleAsMade] = field(default_factory=list)  # the lazy model as it was made, until then
+    made: list[_InitialModule] = field(default_factory=list)  # the initial state of the lazy model; empty once loaded
     lock: threading.Lock = field(default_factory=threading.Lock)  # held while they are loaded
 
     def __getstate__(self) -> dict[str, Any]:
@@ -124,10 +124,11 @@ class MetaMixin(LoadableMixin):
     def dispatch(self) -> None:
         """Load the weights, unless they are loaded. Envoys stay the same objects and get the modules with weights.
 
-        Threads that dispatch at once load once. If loading fails, the model stays lazy and usable.
+        Several threads may call this at the same time; one of them loads. If loading fails, the model stays lazy and usable.
 
         Raises:
             LoadingError: If the weights cannot be read.
+            TypeError: If :meth:`_load` does not return a module.
         """
         weights = self._weights
         if weights.dispatched:
@@ -145,7 +146,7 @@ class MetaMixin(LoadableMixin):
             weights.dispatched = True
 
     def _change_modules(self, change: Callable[[], None]) -> None:
-        """Change modules of the model in place; a lazy one as if it had been made so, so that nothing is to be carried over."""
+        """Call ``change``, which edits modules in place; loading does not repeat this, because :meth:`_load` makes the same change."""
         weights = self._weights
         before = {entry.module: dict(entry.module._modules) for entry in weights.made}
         try:
@@ -155,7 +156,7 @@ class MetaMixin(LoadableMixin):
             for entry in weights.made:
                 entry.path, now = paths.pop(entry.module, entry.path), entry.module._modules
                 entry.children.update({name: child for name, child in now.items() if child is not before[entry.module].get(name)})
-            weights.made.extend(_ModuleAsMade.of(path, module) for module, path in paths.items())
+            weights.made.extend(_InitialModule.of(path, module) for module, path in paths.items())
             for root in self._tree.replace_root(self._module):
                 root._update(self._module)
 
@@ -167,13 +168,13 @@ class MetaMixin(LoadableMixin):
             module = self._load_meta(*args, **kwargs)
         if isinstance(module, torch.nn.Module):
             weights.args, weights.kwargs = args, kwargs
-            weights.made = [_ModuleAsMade.of(path, part) for path, part in module.named_modules()]
+            weights.made = [_InitialModule.of(path, part) for path, part in module.named_modules()]
         return module
 
     def _load_meta(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Return the model that :meth:`_load` returns, without weights; subclasses define it.
+        """Return the model that :meth:`_load` returns, without weights; subclasses define this method.
 
-        It is called with the meta device as torch's default, so making the modules is enough.
+        The meta device is torch's default device during the call, so plain construction of the modules is enough.
         """
         raise NotImplementedError(
             f"{type(self).__name__} does not know how to make its model without weights. Define `_load_meta(self, *args, "
@@ -185,7 +186,7 @@ class MetaMixin(LoadableMixin):
         return super()._driver(*args, **kwargs)
 
     def _run_plainly(self, generation: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any], compile: bool | str | None) -> Any:
-        """Run a generation with the edits of this model, compiled or not, without another block."""
+        """Run a generation without a block, with the edits of this model, compiled or not."""
         self.dispatch()
         args, kwargs = generation._prepare_input(*inputs, **kwargs)
         if self._edits_apply():
@@ -223,8 +224,8 @@ def _frozen(module: torch.nn.Module) -> set[str]:
     return {name for name, weight in module._parameters.items() if weight is not None and not weight.requires_grad}
 
 
-def _carry_over(lazy: torch.nn.Module, made: list[_ModuleAsMade], loaded: torch.nn.Module) -> None:
-    """Do to ``loaded`` what was done to ``lazy`` since it was ``made``."""
+def _carry_over(lazy: torch.nn.Module, made: list[_InitialModule], loaded: torch.nn.Module) -> None:
+    """Repeat on ``loaded`` the changes of ``lazy`` since its initial state ``made``."""
     there = dict(loaded.named_modules())
     counterparts = {entry.module: there[entry.path] for entry in made if entry.path in there}
     for entry in made:
@@ -250,7 +251,7 @@ def _carry_over(lazy: torch.nn.Module, made: list[_ModuleAsMade], loaded: torch.
                     hooks.pop(key, None)
                 hooks.update(others)
                 target.__dict__[table] = hooks  # the same object, so that handles of the hooks still remove them
-    for module in list(lazy.modules()):  # those the user added may hold modules of the lazy model
+    for module in list(lazy.modules()):  # modules that the user added can contain modules of the lazy model
         if module not in counterparts:
             for name, child in module._modules.items():
                 if child in counterparts:

@@ -1,4 +1,4 @@
-"""A context in which modules are made without memory for their tensors."""
+"""A context that makes modules without memory for their tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _MOVES = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu
 
 
 class MetaDevice(TorchFunctionMode):
-    """Puts every tensor that is made inside on the meta device, whatever device is asked for; one that is there stays there.
+    """Makes every new tensor on the meta device, whatever device is requested, and keeps tensors on that device.
 
     Example:
         >>> with MetaDevice():
@@ -27,7 +27,7 @@ class MetaDevice(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         given = [value for value in (*args, *kwargs.values()) if isinstance(value, (torch.Tensor, torch.dtype))]
-        if function in _MOVES and args[0].is_meta:  # a move to a device, a dtype or both, or to those of a tensor
+        if function in _MOVES and args[0].is_meta:  # the target is a device, a dtype, both, or another tensor
             last = given[-1]
             return args[0].to(last if isinstance(last, torch.dtype) else last.dtype)
         made = function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Models that servers know by name."""
+"""Models that a key names on a server."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from .meta import MetaMixin
 
 
 class RemoteableMixin(MetaMixin):
-    """A root class whose models are named by a key, ``import.path.Class:{JSON}``, and made from it again."""
+    """A root class whose models have a key, ``import.path.Class:{JSON}``, from which the same model can be made."""
 
     @classmethod
     def from_model_key(cls, key: str, **options: Any) -> Self:
-        """Return the model that a key of :meth:`to_model_key` names; ``options`` are those of the class, and come before the key's.
+        """Return the model that a key of :meth:`to_model_key` names; ``options`` of the class take precedence over those of the key.
 
         Raises:
-            ValueError: If ``key`` is no key.
+            ValueError: If ``key`` is not such a key.
 
         Example:
             >>> LanguageModel.from_model_key(LanguageModel("nnsight/demo").to_model_key()).repo_id
@@ -27,7 +27,7 @@ class RemoteableMixin(MetaMixin):
 
     @classmethod
     def _options_of_key(cls, key: Any) -> dict[str, Any]:
-        """Return the options that a key stands for; those of ``main`` are left out."""
+        """Return the options that a key contains; the default revision ``main`` is left out."""
         return {} if key.revision == "main" else {"revision": key.revision}
 
 

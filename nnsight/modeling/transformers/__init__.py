@@ -1,4 +1,4 @@
-"""Models of transformers: every task of ``transformers.pipeline``, its preprocessors and its inputs."""
+"""Models of transformers, for every task of ``transformers.pipeline``, with its preprocessors and inputs."""
 
 from .model import TransformersModel
 

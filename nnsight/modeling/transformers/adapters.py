@@ -1,7 +1,7 @@
-"""Adapters of the package ``peft``, put into a model in place: an adapted module holds the original as ``base_layer``.
+"""Adapters of the package ``peft``, attached to a model in place. An adapted module has the original as ``base_layer``.
 
-Paths of the model stay, so blocks written for the plain model run with an adapter. The modules of an adapter are made as those of the
-model are: without weights in a lazy model, which :meth:`.TransformersModel._load` gets again with weights.
+Paths in the model do not change, so blocks for the plain model also run with an adapter. In a lazy model, the modules of the adapter have
+no weights either; :meth:`.TransformersModel._load` attaches the adapter again, with weights.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 _NAME = "default"
 
-#: What the names of saved weights begin with: where peft keeps the model.
+#: Prefix of the names of saved weights: the path of the model inside peft's wrapper.
 _PREFIX = "base_model.model."
 
 
@@ -26,10 +26,10 @@ def _peft() -> Any:
 
 
 def attach(module: torch.nn.Module, source: str | os.PathLike[str]) -> None:
-    """Put the adapter of a repository or folder into ``module``; on the meta device without its weights.
+    """Attach the adapter of a repository or folder to ``module``; without its weights if the module is on the meta device.
 
     Raises:
-        ValueError: If the adapter changes prompts and no modules, or does not fit. The module is as before then.
+        ValueError: If the adapter changes prompts instead of modules, or does not fit. The module is then unchanged.
         ImportError: If ``peft`` is not installed.
     """
     peft = _peft()
@@ -39,7 +39,7 @@ def attach(module: torch.nn.Module, source: str | os.PathLike[str]) -> None:
         config = peft.PeftConfig.from_pretrained(source)
         if config.is_prompt_learning:
             kind = config.peft_type.value
-            raise ValueError(f"The adapter {source!r} ({kind}) is one of prompts, and changes no module: it is not supported.")
+            raise ValueError(f"The adapter {source!r} ({kind}) changes prompts and no modules: such adapters are not supported.")
         saved = peft.load_peft_weights(source, device="cpu")
     weights = {name.removeprefix(_PREFIX): value for name, value in saved.items()}
     try:
@@ -53,11 +53,11 @@ def attach(module: torch.nn.Module, source: str | os.PathLike[str]) -> None:
     for layer in _adapted(module).values():
         layer.train(layer.base_layer.training if hasattr(layer, "base_layer") else layer.original_module.training)
     for weight, requires_grad in trained.items():
-        weight.requires_grad_(requires_grad)  # peft freezes what it adapts
+        weight.requires_grad_(requires_grad)  # peft freezes the weights of the model
 
 
 def detach(module: torch.nn.Module) -> None:
-    """Take the adapter out of ``module``: the modules that it held are in its places again."""
+    """Remove the adapter from ``module``, and put the original modules back in place."""
     for path, layer in _adapted(module).items():
         parent, _, name = path.rpartition(".")
         original = layer.base_layer if hasattr(layer, "base_layer") else layer.original_module
@@ -66,7 +66,7 @@ def detach(module: torch.nn.Module) -> None:
 
 
 def _adapted(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the outermost modules of adapters by their paths."""
+    """Return the outermost modules of adapters, by path."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -79,10 +79,10 @@ def _adapted(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def _check(source: str, expected: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
-    """Raise if the names or shapes of saved weights are not those of the adapter's modules."""
+    """Raise ``ValueError`` if the names or shapes of saved ``weights`` are not those ``expected`` by the adapter's modules."""
     different = sorted(expected.keys() ^ weights.keys())
     if different:
-        raise ValueError(f"its weights and the modules do not match at {', '.join(different[:5])}")
+        raise ValueError(f"the saved weights and the adapted modules do not match at {', '.join(different[:5])}")
     for name, value in expected.items():
         if value.shape != weights[name].shape:
-            raise ValueError(f"`{name}` is {tuple(weights[name].shape)}, and should be {tuple(value.shape)}")
+            raise ValueError(f"`{name}` has shape {tuple(weights[name].shape)}, and should have {tuple(value.shape)}")

@@ -1,4 +1,4 @@
-"""Arguments of transformers models that have one row for each prompt, and how rows of different invokes become one tensor.
+"""Fields: arguments of transformers models with one row for each prompt, and the rules by which invokes are joined.
 
 All tensors are ``[batch, sequence]`` or ``[batch]``; embeddings, and ids of several choices, have further dimensions.
 """
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-#: Target that the losses of PyTorch skip.
+#: Label that the losses of PyTorch ignore.
 IGNORED_LABEL = -100
 
-#: Stands for the id of the pad token, as a filler.
+#: As a filler, stands for the id of the pad token.
 PAD_TOKEN = None
 
 
@@ -23,16 +23,16 @@ PAD_TOKEN = None
 class Field:
     """How an argument is batched."""
 
-    filler: float | None = 0  # what pads shorter rows
-    is_of_decoder: bool = False  # whether an encoder-decoder reads it behind the encoder, where padding is always on the right
-    is_one_per_row: bool = False  # whether each row has one number
-    #: Makes rows for an invoke without this argument, of its arguments and the rows of others, which may have a length of their own.
-    #: None: all invokes need it.
+    filler: float | None = 0  # the value that pads shorter rows
+    is_of_decoder: bool = False  # whether the decoder of an encoder-decoder reads it; padding is then always on the right
+    is_one_per_row: bool = False  # whether each row is one number
+    #: Makes rows for an invoke without this argument: from its other arguments, the rows of other invokes, and whether the field has a
+    #: length of its own. None: all invokes need it.
     default: Callable[[Mapping[str, Any], torch.Tensor, bool], torch.Tensor | None] | None = None
 
 
 def _tokens(part: Mapping[str, Any]) -> torch.Tensor:
-    """Return the tensor that has as many rows and tokens as the prompts: the ids, or the embeddings."""
+    """Return the ids, or else the embeddings, whose first two dimensions are ``[batch, sequence]``."""
     return part["inputs_embeds"] if part.get("input_ids") is None else part["input_ids"]
 
 
@@ -45,7 +45,7 @@ def _counted(part: Mapping[str, Any], like: torch.Tensor, own_length: bool) -> t
 
 
 def _ignored(part: Mapping[str, Any], like: torch.Tensor, own_length: bool) -> torch.Tensor | None:
-    """Return labels that no loss counts; there are none for regressions."""
+    """Return labels that no loss counts; ``None`` for regressions, which have no such label."""
     if like.is_floating_point():
         return None
     rows, tokens = _tokens(part).shape[:2]
@@ -71,15 +71,15 @@ FIELDS: dict[str, Field] = {
     "next_sentence_label": Field(is_one_per_row=True),
 }
 
-#: Tensors that are made of an input here and have a row for each of its items, though no field is called like them.
+#: Tensors without a field that were made from an input and have a row for each of its items, so that they can be joined.
 made_rows = WeakIdKeyDictionary()
 
-#: Tensors of inputs that share no batch, with the reason.
-alone = WeakIdKeyDictionary()
+#: Tensors of inputs that cannot be batched, with the reason.
+unbatchable = WeakIdKeyDictionary()
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:
-    """Return positions that count the tokens behind the padding; in a row whose mask has gaps they count every entry."""
+    """Return positions that count the tokens after the padding; in a row whose mask has gaps, they count every entry."""
     real = mask.bool()
     is_padded_first = (real[:, 1:] >= real[:, :-1]).all(-1, keepdim=True)
     every = torch.arange(mask.shape[1], device=mask.device)
@@ -87,7 +87,7 @@ def positions(mask: torch.Tensor) -> torch.Tensor:
 
 
 def stack(above: torch.Tensor, below: torch.Tensor, filler: float = 0, side: str = "right") -> torch.Tensor:
-    """Return the rows of both tensors; smaller dimensions behind the first are padded with ``filler`` on one ``side``."""
+    """Return the rows of both tensors; in all other dimensions, the smaller one is padded with ``filler`` on one ``side``."""
     sizes = [max(pair) for pair in zip(above.shape[1:], below.shape[1:], strict=True)]
     padded = []
     for part in (above, below):
@@ -98,16 +98,16 @@ def stack(above: torch.Tensor, below: torch.Tensor, filler: float = 0, side: str
 
 
 def refuse_to_share(part: tuple[tuple[Any, ...], Mapping[str, Any]]) -> None:
-    """Raise if the arguments of an invoke share no batch.
+    """Check that the arguments of an invoke can be batched.
 
     Raises:
-        NotImplementedError: If they have a tensor that is no field and was not made here, or one of an input that is run alone.
+        NotImplementedError: If they are positional, have a tensor that is neither a field nor in ``made_rows``, or one in ``unbatchable``.
     """
     args, kwargs = part
     reason = f"positional arguments ({', '.join(type(value).__name__ for value in args)})" if args else None
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and reason is None:
-            reason = alone.get(value)
+            reason = unbatchable.get(value)
             if reason is None and name not in FIELDS and value not in made_rows:
                 reason = f"`{name}`, which goes to the model as it is"
     if reason is not None:

@@ -1,10 +1,10 @@
-"""Prompts as the arguments of a transformers model: ``input_ids`` and ``attention_mask``, both ``[batch, sequence]``.
+"""Conversion of prompts to arguments of a transformers model: ``input_ids`` and ``attention_mask``, both ``[batch, sequence]``.
 
 - Prompts of different lengths are padded, and the mask says which positions are real. Decoders are padded on the left, so that
   ``logits[:, -1]`` is the prediction after every prompt; encoders and encoder-decoder models are padded on the right, as in training.
 - A model that is padded on the left gets ``position_ids`` counted from the mask, so a padded row has the values that it has alone.
-- Which arguments there are never depends on the prompts, only their sizes do. So a compiled model is captured again when dynamo first
-  sees a size vary, and then serves any number of prompts of any length.
+- The set of arguments never depends on the prompts, only their sizes do. So a compiled model is captured again when dynamo first sees a
+  size vary, and then serves any number of prompts of any length.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .fields import FIELDS, PAD_TOKEN, positions, refuse_to_share, stack
 
 logger = logging.getLogger("nnsight.modeling")
 
-#: What tokenizers return beside ids and mask; some models take some of them.
+#: Names of values that tokenizers return in addition to ids and mask. Each model takes only some of them.
 _TOKENIZER_EXTRAS = {
     *("length", "num_truncated_tokens", "offset_mapping", "overflow_to_sample_mapping", "overflowing_tokens"),
     *("special_tokens_mask", "token_type_ids"),
 }
 
-#: Arguments with one row per prompt, which may be given as lists.
+#: Arguments with one row per prompt that can be given as lists.
 _ROWS = FIELDS.keys() - {"input_ids", "inputs_embeds", "decoder_inputs_embeds"}
 
-#: Options of tokenizers, for prompts that are text or chats, and those of chat templates.
+#: Options of chat templates, and of tokenizers for text and chats.
 _CHAT_OPTIONS = {
     *("add_generation_prompt", "chat_template", "chat_template_kwargs", "continue_final_message", "documents", "tools"),
 }
@@ -44,26 +44,26 @@ _TEXT_OPTIONS = {
     *("text_pair", "truncation", "tokenizer_kwargs"),
 }
 
-#: The key-value cache or the recurrent state that a call continues, under the names of several releases of transformers.
+#: Argument names of the key-value cache or recurrent state that a call continues, in several releases of transformers.
 _CACHES = ("cache", "past_key_values", "cache_params")
 
-#: The ids with which decoders begin that were given none.
+#: The tensors ``decoder_input_ids`` that :meth:`TextInput._start_decoder` made, because none were given.
 _started = WeakIdKeyDictionary()
 
 
 class TextInput:
-    """Turns prompts into the arguments of a model; a base of root envoys that have a tokenizer, or None."""
+    """Converts prompts to the arguments of a model; a base class of root envoys whose ``tokenizer`` is a tokenizer or None."""
 
     tokenizer: Any
     _module: torch.nn.Module
 
     @property
     def _options_of_invokes(self) -> set[str]:
-        """Names of arguments of a trace that are for the prompts of each of its invokes."""
+        """Names of those arguments of a trace that also apply to the prompts of its invokes."""
         return _TEXT_OPTIONS | _CHAT_OPTIONS
 
     def _adapt_tokenizer(self) -> None:
-        """Let the tokenizer pad the way the model needs it."""
+        """Set the padding side and the pad token of the tokenizer as the model needs them."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return
@@ -80,29 +80,29 @@ class TextInput:
 
     @property
     def _is_decoder(self) -> bool:
-        """Whether the model reads left to right. Families of masked language models never count."""
+        """Whether the model is causal. Families with a masked language model do not count."""
         family = getattr(getattr(self._module, "config", None), "model_type", None)
         return not self._is_encoder_decoder and family not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
-        """Turn prompts into the arguments of the model.
+        """Convert prompts to the arguments of the model.
 
         Args:
-            *inputs: At most one, in one of the forms of :data:`~nnsight.modeling.forms.FORMS`. A chat goes through the tokenizer's
-                chat template; the model is to answer it, or to go on with the last message if that is the assistant's.
-            **kwargs: Arguments of the model by name. ``input_ids`` may have all these forms; masks, labels and the like may be
-                lists, of different lengths too. Labels are padded with -100. Options of the tokenizer, such as
-                ``truncation``, ``max_length`` and ``add_special_tokens``, and of chat templates, such as ``tools``, go there.
+            *inputs: At most one, in one of the forms of :data:`~nnsight.modeling.forms.FORMS`. The tokenizer's chat template is applied
+                to a chat, so that the model answers it, or continues the last message if that is the assistant's.
+            **kwargs: Arguments of the model by name. ``input_ids`` can have any of these forms. Masks, labels and other arguments with
+                rows can be lists, also of different lengths; labels are padded with -100. Options of the tokenizer, such as
+                ``truncation``, ``max_length`` and ``add_special_tokens``, and of chat templates, such as ``tools``, are passed on.
 
         Returns:
             No positional arguments, and as keyword arguments, on the model's device:
 
-            - ``input_ids`` and ``attention_mask``, int64 ``[batch, sequence]``. Ids that come as a tensor without a mask have no
-              padding. A decoder's call that continues a cache gets no mask but a given one, which has to cover the cache as well.
-            - ``position_ids``, of the same shape, for models that take them and are padded on the left. They count the tokens behind
-              the padding; in a row whose mask has gaps they count every entry. None if the mask covers a cache as well.
-            - ``decoder_input_ids`` ``[batch, 1]``, the start token, for encoder-decoder models that are given neither those nor labels.
-            - All others as they were given, except what tokenizers return and this model does not take.
+            - ``input_ids`` and ``attention_mask``, int64 ``[batch, sequence]``. Ids in a tensor without a mask are taken as unpadded.
+              If a decoder continues a cache, only a given mask is passed on, and it must cover the cache, too.
+            - ``position_ids``, of the same shape, for models that take them and are padded on the left. They count the tokens after
+              the padding; in a row whose mask has gaps, they count every entry. Absent if the mask also covers a cache.
+            - ``decoder_input_ids`` ``[batch, 1]``, the start token, for encoder-decoder models that get neither those nor labels.
+            - All other arguments as they were given, without outputs of tokenizers that this model does not take.
         """
         given = by_name(inputs, kwargs)
         ids = given.pop("input_ids", None)
@@ -136,7 +136,7 @@ class TextInput:
         return (), arguments
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
-        """Join the prompts of one more invoke to those before it, padded to one rectangle."""
+        """Join the prompts of one more invoke to those before it, and pad them to one length."""
         rows = next((len(value) for value in kwargs.values() if isinstance(value, torch.Tensor) and value.ndim), 1)
         if batched is None:
             return (args, kwargs), rows
@@ -154,7 +154,7 @@ class TextInput:
         return ((), joined), rows
 
     def _join(self, name: str, before: Any, added: Any, above: Mapping[str, Any], below: Mapping[str, Any]) -> torch.Tensor:
-        """Return the rows of both tensors; a field may make up those of an invoke that has none."""
+        """Return the rows of both tensors. If one invoke lacks the argument, its field may have default rows."""
         default = FIELDS[name].default if name in FIELDS else None
         if default is not None and (before is None) != (added is None):
             own_length = self._is_encoder_decoder and FIELDS[name].is_of_decoder
@@ -170,10 +170,10 @@ class TextInput:
         return joined
 
     def _encode(self, prompts: Any, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return ids and mask of ``prompts``, and token types if there are any, all ``[batch, sequence]``.
+        """Return ids and mask of ``prompts``, and token types if the tokenizer makes them, all ``[batch, sequence]``.
 
         Raises:
-            ValueError: If there are ``options`` of the tokenizer and it is not asked, or options of chats and no chat.
+            ValueError: If ``options`` of the tokenizer are given with token ids, or options of chats without a chat.
         """
         if isinstance(prompts, np.ndarray) and prompts.dtype.kind == "U":
             prompts = prompts.tolist()
@@ -211,7 +211,7 @@ class TextInput:
         return {name: self._pad(name, columns[name]) for name in wanted if name in columns}
 
     def _render(self, chats: Sequence[Sequence[Mapping[str, Any]]], options: dict[str, Any]) -> dict[str, list[list[int]]]:
-        """Return what the tokenizer makes of ``chats``: by name, a row for each."""
+        """Apply the chat template to each of ``chats``; return the tokenizer's values by name, with a row for each chat."""
         tokenizer = self._require_tokenizer()
         columns: dict[str, list[list[int]]] = {}
         of_tokenizer = {name: value for name, value in options.items() if name in _TEXT_OPTIONS - {"tokenizer_kwargs"}}
@@ -237,11 +237,11 @@ class TextInput:
             own_length = self._is_encoder_decoder and FIELDS[name].is_of_decoder
             value = self._pad(name, [list(row) for row in value], 0 if own_length else width)
         tensor = value if isinstance(value, torch.Tensor) else torch.tensor(value)
-        if tensor.ndim == 0:  # a class
+        if tensor.ndim == 0:  # the class label of a single prompt
             return tensor.unsqueeze(0)
         if tensor.ndim != 1:
             return tensor
-        # Labels that are not as long as the prompt are classes, one for each prompt.
+        # Labels whose number differs from the length of the prompt are class labels, one for each prompt.
         classes = name == "labels" and not self._is_encoder_decoder and len(tensor) != width
         return tensor if classes or FIELDS[name].is_one_per_row else tensor.unsqueeze(0)
 
@@ -256,7 +256,7 @@ class TextInput:
         return torch.tensor(padded)
 
     def _side(self, name: str) -> str:
-        """Return on which side the rows of the argument ``name`` are padded."""
+        """Return the side, "left" or "right", on which rows of the argument ``name`` are padded."""
         is_of_decoder = self._is_encoder_decoder and name in FIELDS and FIELDS[name].is_of_decoder
         return "right" if is_of_decoder or name not in FIELDS else self._padding_side
 
@@ -267,16 +267,16 @@ class TextInput:
 
     @property
     def _is_padded_left(self) -> bool:
-        """Whether prompts are padded on the left, for a model that takes all positions as given; RoBERTa finds padding by its id."""
+        """Whether prompts are padded on the left, and the model does not find the padding itself, as RoBERTa does by its token id."""
         if self._padding_side == "right":
             return False
         return self._is_decoder or not any(hasattr(part, "create_position_ids_from_input_ids") for part in self._module.modules())
 
     def _filler(self, name: str, lengths: Collection[Any]) -> Any:
-        """Return what pads the rows of the argument ``name``, which have these ``lengths``.
+        """Return the value that pads rows of the argument ``name``, which have these ``lengths``.
 
         Raises:
-            ValueError: If they differ, and the tokenizer has no pad token.
+            ValueError: If the lengths differ, and the tokenizer has no pad token.
         """
         if name == "token_type_ids":
             return getattr(self.tokenizer, "pad_token_type_id", 0)
@@ -291,7 +291,7 @@ class TextInput:
         return self._pad_id()
 
     def _pad_id(self) -> int:
-        """Return the id to pad with. Any that has an embedding will do, since the mask hides it."""
+        """Return the token id for padding. Any id with an embedding works, since the mask hides it."""
         for owner in (self.tokenizer, getattr(self._module, "config", None)):
             for name in ("pad_token_id", "eos_token_id"):
                 found = getattr(owner, name, None)
@@ -300,7 +300,7 @@ class TextInput:
         return 0
 
     def _start_decoder(self, prepared: dict[str, Any]) -> None:
-        """Let the decoder of an encoder-decoder model begin with its start token, if with nothing else."""
+        """Add ``decoder_input_ids`` with the start token, unless the decoder has other inputs."""
         begun = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
         if any(prepared.get(name) is not None for name in begun):
             return
@@ -315,14 +315,14 @@ class TextInput:
             _started[ids] = True
 
     def _without_derived(self, prepared: dict[str, Any], given: set[str]) -> None:
-        """Take out positions and decoder ids that were not ``given``, but derived from the input here."""
+        """Remove positions and decoder ids that are not ``given`` by the user but were derived from the input."""
         if "position_ids" not in given:
             prepared.pop("position_ids", None)
         if "decoder_input_ids" in prepared and prepared["decoder_input_ids"] in _started:
             del prepared["decoder_input_ids"]
 
     def _input_device(self) -> torch.device | None:
-        """Return the device of the first weights; None where hooks that load the weights see to it."""
+        """Return the device of the first parameter. None if that is on the meta device: hooks of an offloaded model then move inputs."""
         weight = next(self._module.parameters(), None)
         return None if weight is None or weight.is_meta else weight.device
 
@@ -330,17 +330,17 @@ class TextInput:
         if self.tokenizer is None:
             raise AttributeError(
                 "Tokenizer not found: the input is text, and this model was wrapped without a tokenizer. "
-                "Pass one, as in `LanguageModel(module, tokenizer=AutoTokenizer.from_pretrained(...))`, "
+                "Pass a tokenizer, as in `LanguageModel(module, tokenizer=AutoTokenizer.from_pretrained(...))`, "
                 "or trace with token ids."
             )
         return self.tokenizer
 
     def _without_tokens(self, prompts: Sequence[Any], index: int) -> str:
-        """Say why prompt ``index`` cannot be run."""
+        """Return the error message for prompt ``index``, which has no tokens."""
         if isinstance(prompts[index], str) and prompts[index]:
             return (
-                f"The tokenizer found no tokens in {prompts[index]!r}. It has {len(self.tokenizer)} in all. "
-                "If that is too few, its files are missing from the model's folder: save it there too, with "
+                f"The tokenizer found no tokens in {prompts[index]!r}. Its vocabulary has {len(self.tokenizer)} tokens. "
+                "If these are too few, its files are missing from the model's folder: save it there, too, with "
                 "`tokenizer.save_pretrained`."
             )
         which = f"Prompt {index} of {len(prompts)}" if len(prompts) > 1 else "The prompt"
@@ -348,8 +348,8 @@ class TextInput:
 
 
 def _parameters(module: torch.nn.Module) -> tuple[set[str], bool]:
-    """Return the names of the parameters of ``module.forward``, and whether it takes any other name."""
-    own = module.__dict__.get("forward")  # set on the instance by a hook; not remembered, it would keep the module alive
+    """Return the names of the parameters of ``module.forward``, and whether it takes arguments of any other name."""
+    own = module.__dict__.get("forward")  # set by a hook; not cached, since the cache would keep the module alive
     return _signature_of(type(module).forward) if own is None else _signature_of.__wrapped__(own)
 
 
@@ -361,17 +361,17 @@ def _signature_of(function: Any) -> tuple[set[str], bool]:
 
 
 def refuse_options(options: Mapping[str, Any], form: str) -> None:
-    """Raise if there are ``options`` that would have no effect on a prompt of this form."""
+    """Raise ``ValueError`` for ``options`` that have no effect on a prompt of this ``form``."""
     if any(options.values()):
         names = ", ".join(f"`{name}`" for name, value in options.items() if value)
-        raise ValueError(f"{names}: an option for what tokenizer or chat template make of a prompt, and this one is {form}.")
+        raise ValueError(f"{names}: such options of tokenizers and chat templates do not apply here, as the prompt is {form}.")
 
 
 def check_rows(prepared: dict[str, Any], count: int | None = None) -> None:
-    """Let single rows of token types and positions be for all prompts, ``count`` of them if there are no ids.
+    """Expand single rows of token types and positions to all prompts; ``count`` is their number if there are no ids.
 
     Raises:
-        ValueError: If another argument has not one row for each prompt.
+        ValueError: If another argument does not have one row for each prompt.
     """
     source = prepared.get("input_ids", prepared.get("inputs_embeds"))
     count = count if source is None else len(source)
@@ -385,7 +385,7 @@ def check_rows(prepared: dict[str, Any], count: int | None = None) -> None:
 
 
 def _count_positions(prepared: dict[str, Any]) -> None:
-    """Add positions, if there are none, and if the mask covers what is given and nothing else, such as a cache."""
+    """Add ``position_ids``, unless they are given, or the mask does not have the shape of the input because it also covers a cache."""
     source = prepared.get("input_ids", prepared.get("inputs_embeds"))
     mask = prepared.get("attention_mask")
     if prepared.get("position_ids") is not None or source is None or mask is None or mask.shape != source.shape[:2]:

@@ -1,11 +1,11 @@
-"""Models that read images and text, from transformers.
+"""Inputs of transformers models that read images and text.
 
-A prompt has a token of its own for each image. The model's processor repeats it for each vector of the image, and turns the pixels into
-tensors. So text and images go to the processor together; after that the ids are treated as in :mod:`.inputs`.
+A prompt has an image token for each image. The model's processor repeats this token for each vector of the image, and converts the pixels
+to tensors. So text and images go to the processor together; the resulting ids are then handled as in :mod:`.inputs`.
 
 The tensors of images have no fixed shape. Most families list all images of a batch, or all their patches, in the first dimension, so
-those of several invokes are concatenated; some have a row for each prompt and pad the number of images. Images of different sizes are
-padded with zeros, as processors do.
+the tensors of several invokes are concatenated. Other families have a row for each prompt, and pad the number of images. Images of
+different sizes are padded with zeros, as processors do.
 """
 
 from __future__ import annotations
@@ -19,32 +19,33 @@ import torch
 
 from ...runtime.tracer import Arguments
 from ..forms import all_are
+from .fields import stack
 from .inputs import _CHAT_OPTIONS, TextInput, refuse_options
 
-#: Inputs of the processor beside the text.
+#: Inputs of the processor other than text.
 _MEDIA = ("images", "videos", "audio")
 
-#: Rows of tokens that only these models have. They are padded with zeros.
+#: Arguments with an entry for each token that only these models have. They are padded with zeros.
 _TOKEN_ROWS = {"mm_token_type_ids", "token_type_ids", "image_attention_mask", "cross_attention_mask"}
 
-#: Pixels of a batch with one row for each prompt have at least these dimensions: prompt, image, channel, height, width.
+#: Number of dimensions of pixels with one row for each prompt, or more: prompt, image, channel, height, width.
 _ROW_OF_IMAGES = 5
 
 
 class MediaInput(TextInput):
-    """Turns prompts, with images or without, into the arguments of a model; a base of root envoys that have a processor, or None."""
+    """Converts prompts, with or without images, to the arguments of a model; a base class of root envoys with a processor, or None."""
 
     processor: Any
-    #: Whether the processor is asked where there are images.
+    #: Whether the processor prepares prompts with images.
     _reads_media: bool
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
-        """Turn prompts, with images or without, into the arguments of the model, as :class:`TextInput` does.
+        """Convert prompts, with or without images, to the arguments of the model, as :class:`TextInput` does.
 
         Args:
             *inputs: With images, a text, a list of texts, a chat or a list of chats; or a dict with ``text`` and ``images``.
-            **kwargs: ``text`` in place of the input; ``images`` or ``image`` (and ``videos``, ``audio``), in any form that the
-                processor takes, a single image too; options of processor and chat template; all others are arguments of the model.
+            **kwargs: ``text`` in place of the input; ``images`` or ``image`` (and ``videos``, ``audio``), in any form that the processor
+                takes, including a single image; options of processor and chat template. All others are arguments of the model.
         """
         if not self._reads_media:
             return super()._prepare_input(*inputs, **kwargs)
@@ -54,7 +55,7 @@ class MediaInput(TextInput):
             kwargs.setdefault("images", kwargs.pop("image"))
         if kwargs.get("text") is not None:
             if inputs:
-                raise ValueError("There are two prompts: one as the input, and one as `text=`.")
+                raise ValueError("There are two prompts, a positional one and `text=`: pass one of them.")
             inputs = (kwargs.pop("text"),)
         media = {name: kwargs.pop(name) for name in _MEDIA if kwargs.get(name) is not None}
         for name in _MEDIA:
@@ -63,7 +64,7 @@ class MediaInput(TextInput):
             if len(inputs) != 1 or _without_text(inputs[0]):
                 raise ValueError(
                     f"There are {', '.join(media) or 'images'} and no text. Pass the prompt as text or as a chat, with the image "
-                    "token where an image stands; what the processor has made already goes without `images=`."
+                    "token at the place of each image. Pass tensors that the processor has made without `images=`."
                 )
             options = {name: kwargs.pop(name) for name in self._options_of_invokes & kwargs.keys()}
             inputs = (self._process(inputs[0], media, options),)
@@ -94,33 +95,33 @@ class MediaInput(TextInput):
             else:
                 by_prompt = _has_row_for_each_prompt({**before, **kwargs})
                 rows_each = [_size(part)[0] if by_prompt else 0 for part in parts]
-                joined[1][name] = _one_behind_the_other(above, below, *rows_each)
+                joined[1][name] = _concatenated(above, below, *rows_each)
         return joined, rows
 
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a copy of the model on fakes."""
+        """Call ``module``, a fake copy of the model, for the probe."""
         return module(*args, **self._probed(module, kwargs))
 
     def _probed(self, module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of a run on fakes. It compares numbers of image tokens, which fakes lack, so images are read apart."""
+        """Return the arguments of a probe without images, after a run of the image encoder alone. To join both needs real values."""
         if not self._reads_media:
             return kwargs
         _read_images(module, kwargs)
         return _without_images(kwargs)
 
     def _stack_tokens(self, above: torch.Tensor, below: torch.Tensor) -> torch.Tensor:
-        """Return rows that have one entry, or one vector, for each token."""
+        """Join two tensors ``[batch, sequence, ...]``: the sequence is padded on the padding side, other dimensions on the right."""
         width, padded = max(above.shape[1], below.shape[1]), []
         for part in (above, below):
             filling = part.new_zeros(part.shape[0], width - part.shape[1], *part.shape[2:])
             padded.append(torch.cat([filling, part] if self._padding_side == "left" else [part, filling], dim=1))
-        return _one_behind_the_other(padded[0], padded[1])
+        return stack(padded[0], padded[1])
 
     def _process(self, prompt: Any, media: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
-        """Return what the processor makes of text or chats, and images; ``given`` are its options and those of chat templates."""
+        """Return the processor's tensors for text or chats, and ``media``; ``given`` are its options and those of chat templates."""
         if self.processor is None:
             raise AttributeError(
-                "Processor not found: the input has images, and this model was wrapped without a processor. Pass one, as in "
+                "Processor not found: the input has images, and this model was wrapped without a processor. Pass a processor, as in "
                 "`VisionLanguageModel(module, processor=AutoProcessor.from_pretrained(...))`, or trace with prepared inputs."
             )
         options: dict[str, Any] = {"padding": True, **(given.pop("tokenizer_kwargs", None) or {}), "return_tensors": "pt"}
@@ -141,7 +142,7 @@ class MediaInput(TextInput):
         token = getattr(self.processor, "image_token", None)
         if "images" in media and isinstance(token, str) and not any(token in text for text in texts):
             raise ValueError(
-                f"There are images, and the prompt does not say where: put {token!r} there, once for each image, or pass a chat."
+                f"There are images, and no image tokens in the prompt: put {token!r} at the place of each image, or pass a chat."
             )
         if "images" in media and not isinstance(media["images"], (list, tuple)):
             media = {**media, "images": [media["images"]]}
@@ -149,7 +150,7 @@ class MediaInput(TextInput):
 
     @property
     def _counts_positions(self) -> bool:
-        """Whether the model gives positions to tokens by where they are in an image, which a mask does not tell."""
+        """Whether the model computes positions itself, from the place of tokens in an image, so that a mask does not determine them."""
         return any(hasattr(module, "get_rope_index") for module in self._module.modules())
 
 
@@ -158,9 +159,9 @@ def _without_images(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_images(module: Any, arguments: Mapping[str, Any]) -> None:
-    """Run the part of ``module`` that reads images, as far as it goes."""
+    """Run the image encoder of ``module``. Errors are ignored: they only leave some batch axes unknown."""
     read, pixels = getattr(module, "get_image_features", None), arguments.get("pixel_values")
-    if read is not None and pixels is not None and pixels.ndim == 4:  # others count images, for which fakes have no values
+    if read is not None and pixels is not None and pixels.ndim == 4:  # other forms count images, which takes values
         known = inspect.signature(read).parameters
         with contextlib.suppress(Exception):
             read(**{name: value for name, value in arguments.items() if name in known and _is_of_media(name)})
@@ -171,14 +172,14 @@ def _is_text(prompt: Any) -> bool:
 
 
 def _messages(prompt: Any) -> list[Mapping[str, Any]]:
-    """Return the messages of a chat or of chats; nothing if the prompt has another form."""
+    """Return the messages of a chat or of a list of chats; an empty list if the prompt has another form."""
     chats = prompt if isinstance(prompt, (list, tuple)) else []
     messages = [message for item in chats for message in (item if isinstance(item, (list, tuple)) else [item])]
     return messages if messages and all(isinstance(message, Mapping) for message in messages) else []
 
 
 def _has_media(prompt: Any) -> bool:
-    """Whether a prompt is a chat with images in it."""
+    """Whether a prompt is a chat with images, or other content than text."""
     contents = [message.get("content") for message in _messages(prompt)]
     parts = [part for content in contents if isinstance(content, (list, tuple)) for part in content]
     return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
@@ -190,7 +191,7 @@ def _without_text(prompt: Any) -> bool:
 
 
 def _is_of_media(name: str) -> bool:
-    """Whether an argument is what a processor makes of images, videos or sound."""
+    """Whether an argument is a processor's result for images, videos or sound."""
     return name.startswith(("pixel_", "image_", "video_", "input_features", "audio_", "feature_", "aspect_ratio_", "num_"))
 
 
@@ -201,30 +202,24 @@ def _has_row_for_each_prompt(arguments: Mapping[str, Any]) -> bool:
 
 
 def _size(text: Mapping[str, Any]) -> tuple[int, int]:
-    """Return how many prompts there are, and how long they are."""
+    """Return the number of prompts and their length in tokens."""
     tokens = next(text[name] for name in ("input_ids", "inputs_embeds") if text.get(name) is not None)
     return tokens.shape[0], tokens.shape[1]
 
 
 def _or_blank(rows: torch.Tensor | None, like: torch.Tensor | None, text: Mapping[str, Any]) -> torch.Tensor:
-    """Return ``rows``, or for prompts without images zeros for each of their tokens."""
+    """Return ``rows``; if they are None, zeros ``[batch, sequence, ...]`` for the prompts of ``text``."""
     if rows is not None:
         return rows
     assert like is not None
     return like.new_zeros(*_size(text), *like.shape[2:])
 
 
-def _one_behind_the_other(above: Any, below: Any, rows_above: int = 0, rows_below: int = 0) -> Any:
-    """Return two tensors or lists concatenated, other dimensions padded with zeros; for None there are as many rows of zeros as given."""
+def _concatenated(above: Any, below: Any, rows_above: int = 0, rows_below: int = 0) -> Any:
+    """Concatenate two tensors or lists; other dimensions are padded with zeros. None stands for the given number of rows of zeros."""
     if not isinstance(above, torch.Tensor) and not isinstance(below, torch.Tensor):
         return [*(above or []), *(below or [])] if isinstance(above or below, Sequence) else (above or below)
     like = below if above is None else above
     above = like.new_zeros(rows_above, *like.shape[1:]) if above is None else above
     below = like.new_zeros(rows_below, *like.shape[1:]) if below is None else below
-    sizes = [max(first, second) for first, second in zip(above.shape[1:], below.shape[1:], strict=True)]
-    parts = []
-    for part in (above, below):
-        missing = [size - there for size, there in zip(sizes, part.shape[1:], strict=True)]
-        lengths = [length for size in reversed(missing) for length in (0, size)]
-        parts.append(torch.nn.functional.pad(part, lengths))
-    return torch.cat(parts)
+    return stack(above, below)

@@ -1,11 +1,11 @@
-"""Models of transformers of any task, traced with the inputs of that task.
+"""Transformers models of any task, traced with the inputs of that task.
 
-A :class:`TransformersModel` keeps the preprocessors of its task next to the model: :mod:`.tasks` chooses class and preprocessors,
-:mod:`.inputs`, :mod:`.media` and :mod:`.raw` make arguments of inputs, :mod:`~nnsight.modeling.generation` runs ``generate`` and
-:mod:`.pipes` the pipeline. By default a model that is named is lazy: its architecture is made from its configuration, without weights,
-and the first run loads them; see :mod:`nnsight.modeling.mixins.meta`.
+A :class:`TransformersModel` keeps the preprocessors of its task next to the model. :mod:`.tasks` chooses the class and the preprocessors;
+:mod:`.inputs`, :mod:`.media` and :mod:`.raw` convert inputs to arguments; :mod:`~nnsight.modeling.generation` runs ``generate``, and
+:mod:`.pipes` the pipeline. By default, a model that is given by name is lazy: its modules are made from the configuration, without
+weights, and the first run loads the weights; see :mod:`nnsight.modeling.mixins.meta`.
 
-Attributes of the transformers model, such as ``model.config`` and ``model.device``, are found on the wrapper.
+Attributes of the transformers model, such as ``model.config`` and ``model.device``, are available on the wrapper.
 """
 
 from __future__ import annotations
@@ -48,38 +48,38 @@ class TransformersModel(TaskInput, HuggingFaceModel):
     Args:
         model: Name of a repository on the model hub, folder written by ``save_pretrained``, or a model that is loaded already.
             ``"nnsight/demo"`` is the small model that comes with this package.
-        task: A task of ``transformers.pipeline``, such as ``"text-generation"`` or ``"image-classification"``. It decides the class of
-            the model, the preprocessors and the form of inputs. By default that of the repository's metadata on the hub; for a folder
-            or a loaded model it follows from the class.
-        tokenizer: A preprocessor, or the name or folder to load it from. By default those that the task needs come from ``model``,
-            or from where a loaded model came from.
+        task: A task of ``transformers.pipeline``, such as ``"text-generation"`` or ``"image-classification"``. It determines the class
+            of the model, the preprocessors and the form of inputs. By default, it is read from the repository's metadata on the hub,
+            and derived from the class for a folder or a loaded model.
+        tokenizer: A preprocessor, or the name or folder to load it from. By default, the preprocessors that the task needs are loaded
+            from ``model``, or from the source of a loaded model.
         processor: Likewise.
         image_processor: Likewise.
         feature_extractor: Likewise.
         peft: Repository or folder of an adapter of the package ``peft``; see :meth:`load_adapter`.
-        device: Where the whole model goes: ``"cpu"``, ``"cuda:1"``, or a number, as for ``transformers.pipeline``.
+        device: The device of the whole model: ``"cpu"``, ``"cuda:1"``, or a number, as for ``transformers.pipeline``.
         compile: ``True``, or the keyword arguments of ``torch.compile``, to run traces compiled.
         automodel: The class whose ``from_pretrained`` loads the model, or its name in transformers. By default the first class of the
-            task that takes the configuration. One that can make no model of a configuration (``from_config``) loads at once.
+            task that takes the configuration. With a class that lacks ``from_config``, the weights load at once.
         dispatch: Load the weights at once. By default the model begins on the meta device, without weights, and the first
-            run, or :meth:`dispatch`, loads them; :meth:`scan` works without.
-        tokenizer_kwargs: Options of the tokenizer, such as ``{"truncation_side": "left"}``: for loading it, if it is loaded here,
-            and set on it afterwards.
+            run, or :meth:`dispatch`, loads them. :meth:`scan` does not need them.
+        tokenizer_kwargs: Options of the tokenizer, such as ``{"truncation_side": "left"}``. They are passed to its
+            ``from_pretrained``, if that is called here, and then set as attributes of the tokenizer.
         **options: Passed to ``from_pretrained``, for instance ``device_map``, ``dtype`` (or ``torch_dtype``; ``"nf4"``, ``"fp4"`` and
             ``"int8"`` quantise with bitsandbytes), ``config``, ``attn_implementation``, ``revision`` and ``trust_remote_code``; except
             ``rename`` and ``envoys``, which are those of :class:`NNsight`.
 
     Attributes:
         tokenizer: The tokenizer, or None; likewise ``processor``, ``image_processor``, ``feature_extractor`` and ``video_processor``.
-            Padding has to fit the model, so ``padding_side`` of the tokenizer is set to "left" for decoders and to "right" for
-            encoder-decoders, and a missing pad token becomes the end-of-sequence token. A tokenizer that was passed in is
-            changed, too; what is set on it later is respected.
+            Padding must fit the model, so ``padding_side`` of the tokenizer is set to "left" for decoders and to "right" for
+            encoder-decoders, and a missing pad token is set to the end-of-sequence token. This changes a tokenizer that was
+            passed in, too. Attributes that are set on it later are respected.
         dispatched: Whether the weights are loaded.
 
     Raises:
         TypeError: If ``model`` is neither a name nor a module, or is a module with options for loading it.
         ValueError: If the task is unknown, or has no class for this model.
-        LoadingError: If the configuration, or later the weights, cannot be read. It is an ``OSError``.
+        LoadingError: If the configuration cannot be read, or later the weights. It is an ``OSError``.
 
     Example:
         >>> model = TransformersModel("nnsight/demo", task="text-generation")
@@ -90,7 +90,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
         ' Paris'
     """
 
-    #: The task of a subclass.
+    #: The default task of a subclass.
     _own_task: str | None = None
     _adapter: str | os.PathLike[str] | None
 
@@ -139,7 +139,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
             self.load_adapter(peft)
 
     def _chosen(self, model: str | os.PathLike[str], task: str | None, automodel: Any, options: dict[str, Any]) -> tuple[str, Any]:
-        """Return the task and the class of a model that is named."""
+        """Return the task and the class of a model that is given by name; arguments that are not ``None`` are kept."""
         if task is None or automodel is None:
             name = folder_or_name(model)
             with naming(model):
@@ -149,7 +149,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
         return task, automodel
 
     def _load_preprocessors(self, given: dict[str, Any], where: Any, repository: dict[str, Any], of_tokenizer: dict[str, Any]) -> None:
-        """Set the attributes of preprocessors to those that are ``given``, by name or as objects, and to those the task needs."""
+        """Set the attributes of preprocessors: those ``given``, by name or as objects, and others that the task needs, from ``where``."""
         wanted = tasks.preprocessors_of(self.task)
         named = "_repository" in self.__dict__
         for attribute in ("processor", "tokenizer", "image_processor", "feature_extractor", "video_processor"):
@@ -161,7 +161,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
                     found = getattr(self.processor, "tokenizer", None)
             if isinstance(found, (str, os.PathLike)):
                 if where is not found:
-                    options.pop("revision", None)  # another repository has revisions of its own
+                    options.pop("revision", None)  # the revision is that of the model's repository
                 found = tasks.load_preprocessor(attribute, found, options)
             elif found is None and attribute in wanted and where is not None:
                 try:
@@ -173,7 +173,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
             self.__dict__[attribute] = found
         self._adapt_tokenizer()
         if of_tokenizer and self.tokenizer is None:
-            raise TypeError("tokenizer_kwargs= are for a tokenizer, and there is none: pass one by `tokenizer=`.")
+            raise TypeError("tokenizer_kwargs= has no effect, as the model has no tokenizer: pass one as `tokenizer=`.")
         for name, value in of_tokenizer.items():
             setattr(self.tokenizer, name, value)
 
@@ -184,21 +184,21 @@ class TransformersModel(TaskInput, HuggingFaceModel):
         return self._adapted(super()._load_meta(*args, **options))
 
     def _adapted(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Return ``module`` with the adapter in it, if there is one."""
+        """Return ``module``, after attaching the adapter to it if there is one."""
         if self._adapter is not None:
             attach(module, self._adapter)
         return module
 
     def load_adapter(self, adapter: str | os.PathLike[str] | None) -> None:
-        """Attach an adapter of the package ``peft`` in place of the one there is; None takes that out. It works before and after loading.
+        """Attach an adapter of the package ``peft``, and remove the present one. Weights need not be loaded.
 
-        Paths of modules stay; an adapted module holds the original as ``base_layer``.
+        Paths of modules do not change. An adapted module has the original as ``base_layer``.
 
         Args:
-            adapter: Repository or folder that peft's ``save_pretrained`` wrote.
+            adapter: Repository or folder with the files of peft's ``save_pretrained``; None only removes the present adapter.
 
         Raises:
-            ValueError: If the adapter changes prompts and no modules, or its weights do not fit.
+            ValueError: If the adapter changes prompts instead of modules, or its weights do not fit.
             ImportError: If ``peft`` is not installed.
         """
 
@@ -214,17 +214,17 @@ class TransformersModel(TaskInput, HuggingFaceModel):
 
     @property
     def task(self) -> str:  # type: ignore[override]
-        """The task, a name of ``transformers.pipeline`` that is no alias."""
+        """The task: a name of ``transformers.pipeline``, with aliases resolved."""
         return str(self.__dict__["_task"])
 
     @property
     def attn_implementation(self) -> str | None:
-        """How attention is computed, such as ``"sdpa"``."""
+        """Name of the attention implementation, such as ``"sdpa"``; None if it is not known."""
         return getattr(self._module.config, "_attn_implementation", None)
 
     @property
     def pipeline(self) -> Any:
-        """The pipeline of the task, of transformers, with this model and its preprocessors; blocks and edits do not see what it runs."""
+        """The transformers pipeline of the task, with this model and its preprocessors. Its calls run without blocks and edits."""
         made = self.__dict__.get("_pipeline")
         device = getattr(self._module, "device", torch.device("cpu"))
         if made is None:
@@ -234,10 +234,10 @@ class TransformersModel(TaskInput, HuggingFaceModel):
             where = {} if hasattr(self._module, "hf_device_map") else {"device": device}
             try:
                 made = tasks.pipeline_class(self.task)(model=self._module, task=self.task, **parts, **where)
-            except AttributeError as error:  # of a missing part; as it is, Python would look for the property in the module
+            except AttributeError as error:  # as it stands, Python would go on to look for `pipeline` in the module
                 raise RuntimeError(f"The pipeline of the task {self.task!r} could not be made: {error}") from error
             if self.tokenizer is not None:
-                self.tokenizer.padding_side = side  # some pipelines set it
+                self.tokenizer.padding_side = side  # some pipelines change it
             self.__dict__["_pipeline"] = made
         made.model, made.device = self._module, device
         return made
@@ -252,7 +252,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
         further = {"task": key.task if cls._own_task is None else None, "trust_remote_code": key.trust_remote_code}
         return options | {name: value for name, value in further.items() if value is not None}
 
-    # -- other runs than the forward pass ----------------------------------------------------------------------
+    # -- generations and pipelines -----------------------------------------------------------------------------
 
     @uncompiled_itself
     def generate(
@@ -267,10 +267,10 @@ class TransformersModel(TaskInput, HuggingFaceModel):
         program: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Generate text: as a context manager with a block that runs along, as a plain call without.
+        """Generate text, with a block if this is called in a ``with`` header, else as a plain call.
 
-        In the block every location occurs once for each token; ``tracer.iter`` and ``next()`` choose among the
-        occurrences. ``tracer.result``, and ``model.generator.output``, is what ``generate`` of transformers returns.
+        In the block, every location occurs once for each token; ``tracer.iter`` and ``next()`` choose among the
+        occurrences. ``tracer.result`` and ``model.generator.output`` are the result of transformers' ``generate``.
 
         Args:
             *inputs: The prompts, in any form that :meth:`trace` takes.
@@ -278,14 +278,14 @@ class TransformersModel(TaskInput, HuggingFaceModel):
             backend: Likewise.
             remote: Likewise, for blocks only.
             blocking: Likewise.
-            scan: Likewise. On fakes as many tokens are made as there may be.
+            scan: Likewise. A scan makes the maximal number of tokens.
             validate: Likewise.
             program: Likewise.
             **kwargs: Those of transformers' ``generate``, such as ``max_new_tokens``.
 
         Returns:
-            In a ``with`` header the tracer. Else what ``generate`` of transformers returns: token ids with the prompt,
-            int64 ``[batch, sequence]``, unless it was asked for more.
+            In a ``with`` header, the tracer. Else the result of transformers' ``generate``: by default token ids with the
+            prompt, int64 ``[batch, sequence]``.
         """
         leave_to_python("model.generate(...)")
         generation = Generation(self)
@@ -302,22 +302,22 @@ class TransformersModel(TaskInput, HuggingFaceModel):
 
     @uncompiled_itself
     def pipe(self, *inputs: Any, compile: bool | str | None = None, backend: Backend | None = None, **kwargs: Any) -> Any:
-        """Run the whole pipeline of the task: as a context manager with a block that runs along, as a plain call without.
+        """Run the whole pipeline of the task, with a block if this is called in a ``with`` header, else as a plain call.
 
-        In the block every location occurs once for each forward pass that the pipeline makes. ``tracer.result`` is what it returns.
-        Several invokes with texts are one batch.
+        In the block, every location occurs once for each forward pass of the pipeline. ``tracer.result`` is the result of the
+        pipeline. Several invokes with texts are one batch.
 
         Args:
-            *inputs: At most one: what the pipeline takes. A list of texts runs as one batch, unless ``batch_size`` is given.
+            *inputs: At most one input of the pipeline. A list of texts runs as one batch, unless ``batch_size`` is given.
             compile: As in :meth:`trace`.
             backend: Likewise.
             **kwargs: Those of the pipeline, such as ``top_k``, ``candidate_labels`` and ``max_new_tokens``.
 
         Returns:
-            In a ``with`` header the tracer. Else what the pipeline returns: records such as ``[{"generated_text": ...}]``.
+            In a ``with`` header, the tracer. Else the result of the pipeline: records such as ``[{"generated_text": ...}]``.
 
         Raises:
-            NotImplementedError: If there are several invokes, and an input is no text or the task splits it.
+            NotImplementedError: If there are several invokes, and an input is not text or is split by the task.
 
         Example:
             >>> with model.pipe("The Eiffel Tower is in the city of", max_new_tokens=1, do_sample=False) as tracer:
@@ -327,7 +327,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
         leave_to_python("model.pipe(...)")
         for name in ("remote", "scan", "validate", "program"):
             if kwargs.pop(name, None):
-                raise ValueError(f"pipe takes no {name}=: a pipeline is Python, and runs here.")
+                raise ValueError(f"pipe takes no {name}=: a pipeline is Python code, and runs only in this process, on real tensors.")
         run = PipelineRun(self)
         if calls_for_with(sys._getframe(1)):
             return self._tracer(run, inputs, kwargs, compile, backend)
@@ -335,11 +335,11 @@ class TransformersModel(TaskInput, HuggingFaceModel):
 
     @functools.cached_property
     def generator(self) -> Envoy:
-        """What :meth:`generate` produces: ``.output`` is its result, ``.streamer.output`` the ids as they come."""
+        """Locations of :meth:`generate`: ``.output`` is its result, ``.streamer.output`` the token ids of each step."""
         module = torch.nn.Module()
         module.streamer = torch.nn.Module()
         return Envoy(module, path="model.generator", tree=self._tree)
 
 
-#: Where scripts and servers find the class.
+#: The public import path of the class, for scripts and servers.
 TransformersModel.__module__ = "nnsight.modeling.transformers"

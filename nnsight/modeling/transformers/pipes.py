@@ -1,4 +1,4 @@
-"""Traces of a whole pipeline: preprocessing, every forward pass that it makes, and its records."""
+"""Traces of a whole transformers pipeline: its preprocessing, all of its forward passes, and its records."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .raw import StandIn
 if TYPE_CHECKING:
     from .model import TransformersModel
 
-#: Under this name, a tensor with an entry for each input tells a probe of the model how many there are.
+#: Name of an extra argument: a tensor with an entry for each text, from which a probe sees the batch size.
 _ROWS = "_rows"
-#: Under this name, the numbers of texts that are inputs of an invoke by themselves, if there are several invokes.
+#: Name of an extra argument of several invokes: the indices of texts that were passed as a string, not as a list.
 _SINGLE = "_single"
 
 
 class _RunningModel(StandIn):
-    """The model of a pipeline that runs in a trace: its generations offer what they make."""
+    """A proxy for the model of a pipeline in a trace, whose ``generate`` offers token ids to the run."""
 
     def __init__(self, original: Any, generation: Generation) -> None:
         super().__init__(original)
@@ -40,7 +40,7 @@ class _RunningModel(StandIn):
 
 
 class Records(RowList):
-    """The records of several inputs. An invoke with one input that is no list gets its record, as the pipeline returns it."""
+    """The records of several inputs. An invoke whose input is a single text, not a list, gets the record of that text alone."""
 
     single: frozenset[int] = frozenset()
 
@@ -59,7 +59,7 @@ class PipelineRun:
         self._model._require_preprocessors()
         rows, single = kwargs.pop(_ROWS, None), kwargs.pop(_SINGLE, None)
         if single is not None and kwargs.get("batch_size", len(rows)) < len(rows):
-            raise ValueError(f"The invokes have {len(rows)} texts in one batch: leave out `batch_size={kwargs['batch_size']}`.")
+            raise ValueError(f"The {len(rows)} texts of the invokes run as one batch: leave out `batch_size={kwargs['batch_size']}`.")
         pipe = copy.copy(self._model.pipeline)
         pipe.model = _RunningModel(pipe.model, Generation(self._model))
         if rows is not None and len(rows) > 1:
@@ -72,7 +72,7 @@ class PipelineRun:
         return records
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
-        """Return the arguments of the pipeline; texts with a tensor that has a row for each."""
+        """Return the arguments of the pipeline; for texts, with the extra argument ``_ROWS``."""
         if len(inputs) > 1:
             raise TypeError(f"A pipeline takes one input, not {len(inputs)}. Pass several as a list.")
         if inputs and (isinstance(inputs[0], str) or _is_texts(inputs[0])):
@@ -83,11 +83,12 @@ class PipelineRun:
         """Join the texts of one more invoke to those before it.
 
         Raises:
-            NotImplementedError: If an input is no text, or is split into several rows.
+            NotImplementedError: If an input is not text, or the task splits it into several rows.
+            ValueError: If the options of the pipeline differ between invokes.
         """
         if _ROWS not in kwargs:
             raise NotImplementedError(
-                "An input of a pipeline that is not text does not support batching: it has to be the only invoke with input."
+                "An input of a pipeline that is not text does not support batching: its invoke has to be the only one with input."
             )
         texts, rows = [args[0]] if isinstance(args[0], str) else list(args[0]), len(kwargs.pop(_ROWS))
         self._check_parts(texts, kwargs)
@@ -102,7 +103,7 @@ class PipelineRun:
         return (([*batched[0][0], *texts],), joined), rows
 
     def _check_parts(self, texts: list[str], options: dict[str, Any]) -> None:
-        """Raise if the task splits one of the texts."""
+        """Raise ``NotImplementedError`` if the task splits one of the texts."""
         from transformers.pipelines.base import ChunkPipeline
 
         if not issubclass(tasks.pipeline_class(self._model.task), ChunkPipeline):
@@ -110,15 +111,15 @@ class PipelineRun:
         known = {name: value for name, value in options.items() if name in self._model._options_of_task}
         if any(len(self._model._calls_for(text, dict(known), {})) > 1 for text in texts):
             raise NotImplementedError(
-                f"The task {self._model.task!r} splits an input of one of the invokes into several rows: it has to be the only such invoke."
+                f"The task {self._model.task!r} splits the input of an invoke into several rows: it has to be the only invoke with input."
             )
 
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``module`` once with as many texts as there are rows, to see which sizes follow from their number."""
+        """Call ``module``, a fake copy of the model, once with as many texts as there are rows, for the probe."""
         text = args[0] if isinstance(args[0], str) else args[0][0]
         model = self._model
         options = {name: value for name, value in kwargs.items() if name in model._options_of_invokes}
-        with _disable_current_modes():  # the checks of a task look at values, which fakes lack
+        with _disable_current_modes():  # the checks of a task read values, which fake tensors lack
             _, prepared = model._prepare_input([text] * len(kwargs[_ROWS]), **options)
         return module(**prepared)
 

@@ -1,8 +1,8 @@
-"""Inputs that are no tensors, as the arguments of one forward pass of a model of any task.
+"""Conversion of inputs that are not tensors to the arguments of one forward pass, for models of any task.
 
-The pipeline of the task makes them: it runs with a stand-in for the model, whose first call is not made but noted. So preprocessing,
-its options and its checks are those of transformers, also for tasks with inputs of their own (a table and a question, an image and labels).
-A task that splits an input calls its model for each part; the parts become the rows of one forward pass.
+The pipeline of the task makes the arguments: it runs with a stand-in for the model that records its first call and ends the run. So
+preprocessing, its options and its checks are those of transformers, also for tasks with special inputs (a table and a question, an image
+and labels). A task that splits an input calls its model for each part; the parts become the rows of one forward pass.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from transformers import GenerationConfig
 
 from ...runtime.tracer import Arguments
 from . import tasks
-from .fields import FIELDS, alone, made_rows, stack
+from .fields import FIELDS, made_rows, stack, unbatchable
 from .inputs import _CHAT_OPTIONS, _ROWS, _TEXT_OPTIONS, _TOKENIZER_EXTRAS, _count_positions, _parameters, check_rows
 from .media import MediaInput
 
-#: Names under which tasks take their input.
+#: Names of the argument of pipelines that is the input.
 _INPUTS = ("inputs", "image", "images", "audio", "video", "videos", "text", "sequences")
 
-#: Names of parts of an input. With the first of a group, they are a dict of the task.
+#: Groups of arguments that are the parts of one input. If the first two of a group are given, the group becomes one dict.
 _PARTS = (("table", "query"), ("image", "question", "word_boxes"))
 
 
-class _Called(BaseException):
-    """Ends the preparation of an input at the first call of the model; no ``except Exception`` of a pipeline stops it."""
+class _ModelCalled(BaseException):
+    """Ends the preparation of an input at the call of the model; not an ``Exception``, so that no handler in a pipeline catches it."""
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
         self.kwargs = kwargs
 
 
 class StandIn:
-    """Stands for an object: what is looked up is that of the object, except what a subclass defines."""
+    """A proxy: attributes are those of the original object, unless a subclass defines them."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -61,14 +61,14 @@ class StandIn:
 
 class _ModelToCall(StandIn):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Called(kwargs)
+        raise _ModelCalled(kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        raise _Called(kwargs)
+        raise _ModelCalled(kwargs)
 
 
 class _TokenizerWith(StandIn):
-    """A tokenizer with options that come before those of the pipeline."""
+    """A tokenizer with ``options`` that take precedence over those of the pipeline."""
 
     def __init__(self, original: Any, options: dict[str, Any]) -> None:
         super().__init__(original)
@@ -79,7 +79,7 @@ class _TokenizerWith(StandIn):
 
 
 class TaskInput(MediaInput):
-    """Turns inputs of all tasks into the arguments of a model; a base of root envoys that have a pipeline."""
+    """Converts inputs of any task to the arguments of a model; a base class of root envoys that have a pipeline."""
 
     task: str
     pipeline: Any
@@ -96,12 +96,12 @@ class TaskInput(MediaInput):
 
     @property
     def _options_of_invokes(self) -> set[str]:
-        """Names of arguments of a trace that are for the input of each of its invokes."""
+        """Names of those arguments of a trace that also apply to the inputs of its invokes."""
         return _TEXT_OPTIONS | _CHAT_OPTIONS | self._options_of_task
 
     @property
     def _options_of_task(self) -> set[str]:
-        """Names of options of the pipeline; those of generations are not for inputs."""
+        """Names of options of the pipeline that affect its input, without those of ``generate``."""
         if tasks.rules_of(self.task).prepared_by != tasks.PIPELINE:
             return set()
         module: Any = self._module
@@ -110,15 +110,15 @@ class TaskInput(MediaInput):
         return set(names - _generation_options() if generates else names)
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
-        """Turn an input of the task, or the tensors of one, into the arguments of the model.
+        """Convert an input of the task, or its tensors, to the arguments of the model.
 
         Args:
-            *inputs: At most one: what the task's pipeline takes (a text, an image, a path, a dict of the task), or a list of these; or
-                ids, encodings and chats as in :meth:`TextInput._prepare_input`; or tensors under the names of the model's arguments.
-            **kwargs: Options of the task's preprocessing and of the tokenizer; others are arguments of the model.
+            *inputs: At most one: an input of the task's pipeline (a text, an image, a path, a dict of the task), or a list of these; or
+                ids, encodings and chats as in :meth:`TextInput._prepare_input`; or tensors by the names of the model's arguments.
+            **kwargs: Options of the task's preprocessing and of the tokenizer; all others are arguments of the model.
 
         Raises:
-            NotImplementedError: If the task makes no single forward pass of an input.
+            NotImplementedError: If the task does not process an input in a single forward pass.
         """
         rules = tasks.rules_of(self.task)
         if rules.prepared_by == tasks.PIPELINE:
@@ -129,9 +129,9 @@ class TaskInput(MediaInput):
                         f"An input of the task {self.task!r} cannot be traced: {rules.refusal}. Run `with model.pipe(input):`, or trace "
                         "with the tensors that the preprocessor makes."
                     )
-                return self._featurised(inputs[0], kwargs, rules.alone)
-        whole = self._whole(inputs, kwargs)
-        return super()._prepare_input(*inputs, **kwargs) if whole is None else whole
+                return self._pipeline_arguments(inputs[0], kwargs, rules.unbatchable)
+        given = self._given_tensors(inputs, kwargs)
+        return super()._prepare_input(*inputs, **kwargs) if given is None else given
 
     def _batch(self, batched: Arguments | None, *args: Any, **kwargs: Any) -> tuple[Arguments, int]:
         """Join the input of one more invoke to those before it."""
@@ -142,8 +142,8 @@ class TaskInput(MediaInput):
                     made_rows[value] = True
         return joined, rows
 
-    def _featurised(self, raw: Any, kwargs: dict[str, Any], why_alone: str | None) -> Arguments:
-        """Return what the pipeline calls the model with, the parts of the input as rows."""
+    def _pipeline_arguments(self, raw: Any, kwargs: dict[str, Any], reason: str | None) -> Arguments:
+        """Return the arguments with which the pipeline calls the model for ``raw``; the parts of an input become rows."""
         self._require_preprocessors()
         accepted, _ = _parameters(self._module)
         raw = raw.tolist() if isinstance(raw, np.ndarray) and raw.dtype.kind == "U" else raw
@@ -156,26 +156,26 @@ class TaskInput(MediaInput):
         is_one = not isinstance(raw, list) or bool(options.get("is_split_into_words") and isinstance(raw[0], str))
         calls = [self._calls_for(item, options, of_tokenizer) for item in ([raw] if is_one else raw)]
         if any(len(parts) > 1 for parts in calls):
-            why_alone = f"an input that the task {self.task!r} splits into several rows"
+            reason = f"an input that the task {self.task!r} splits into several rows"
             if len(calls) > 1:
-                raise NotImplementedError(f"In the list is {why_alone}: such an input shares no batch. Trace it alone.")
-        if why_alone is not None and len(calls) > 1:
-            raise NotImplementedError(f"With {why_alone}, there can be one input at a time; this is a list of {len(calls)}.")
+                raise NotImplementedError(f"The list contains {reason}: it cannot be batched with other inputs. Trace it alone.")
+        if reason is not None and len(calls) > 1:
+            raise NotImplementedError(f"With {reason}, there can be only one input at a time; this is a list of {len(calls)}.")
         prepared = self._rows_of([part for parts in calls for part in parts])
         for value in prepared.values():
             if isinstance(value, torch.Tensor):
                 made_rows[value] = True
-                if why_alone is not None:
-                    alone[value] = why_alone
+                if reason is not None:
+                    unbatchable[value] = reason
         width = prepared["input_ids"].shape[-1] if "input_ids" in prepared else 0
         for name, value in kwargs.items():
             is_rows = name in _ROWS and value is not None
             prepared[name] = self._tensor(name, value, width) if is_rows else value
-        check_rows(prepared, len(calls) if why_alone is None else None)
+        check_rows(prepared, len(calls) if reason is None else None)
         return (), self._completed(prepared)
 
     def _require_preprocessors(self) -> None:
-        """Raise an :class:`AttributeError` if the task needs a preprocessor that there is not."""
+        """Raise an :class:`AttributeError` if the model lacks a preprocessor that the task needs."""
         for name, needed in tasks.preprocessors_of(self.task).items():
             if needed and getattr(self, name) is None:
                 found = name.replace("_", " ").capitalize()
@@ -185,7 +185,7 @@ class TaskInput(MediaInput):
                 )
 
     def _calls_for(self, item: Any, options: dict[str, Any], of_tokenizer: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the arguments that the pipeline calls the model with, once for each part of the input."""
+        """Return the arguments of each call that the pipeline makes of the model for one input: one for each part of the input."""
         calls: list[dict[str, Any]] = []
         pipe = copy.copy(self.pipeline)
         pipe.model, pipe.device = _ModelToCall(pipe.model), torch.device("cpu")
@@ -195,7 +195,7 @@ class TaskInput(MediaInput):
         def forward(made: Any, **parameters: Any) -> None:
             try:
                 pipe._forward(made, **parameters)
-            except _Called as call:
+            except _ModelCalled as call:
                 calls.append(call.kwargs)
 
         pipe.forward, pipe.postprocess = forward, lambda *_, **__: None
@@ -212,7 +212,7 @@ class TaskInput(MediaInput):
         optional = _TOKENIZER_EXTRAS if any_name else _TOKENIZER_EXTRAS | {"attention_mask"}
 
         def is_input(name: str, value: Any) -> bool:
-            """Whether a value is for the model: no setting of a generation, and nothing that this model does not know."""
+            """Whether a value is for this model, and not an option of a generation or an extra value of the tokenizer."""
             if value is None or name in accepted:
                 return value is not None
             return isinstance(value, torch.Tensor) and name not in optional and name not in _generation_options()
@@ -220,10 +220,10 @@ class TaskInput(MediaInput):
         return [{name: value for name, value in call.items() if is_input(name, value)} for call in calls]
 
     def _rows_of(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return the arguments of several parts as those of one call.
+        """Join the arguments of several parts to those of one call.
 
         Raises:
-            NotImplementedError: If sound of different lengths has no mask.
+            NotImplementedError: If sounds have different lengths, and the model takes no mask for them.
         """
         joined = dict(parts[0])
         for part in parts[1:]:
@@ -233,14 +233,14 @@ class TaskInput(MediaInput):
                     continue
                 if name == "input_values" and above.shape != value.shape and "attention_mask" not in part:
                     raise NotImplementedError(
-                        "Sounds of different lengths share no batch: the model has no mask that hides the padding. Trace them one by one."
+                        "Sounds of different lengths cannot be batched: the model takes no mask to hide the padding. Trace them one by one."
                     )
                 side = self._padding_side if name in FIELDS or _follows_ids(value, part) else "right"
                 joined[name] = stack(above, value, self._filler(name, {above.shape[1:], value.shape[1:]}), side)
         return joined
 
     def _completed(self, prepared: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments on the model's device, with the positions and the decoder's start that follow from them."""
+        """Return the arguments on the model's device, with derived positions or the decoder's start token."""
         accepted, _ = _parameters(self._module)
         if self._is_encoder_decoder and "decoder_input_ids" in accepted:
             self._start_decoder(prepared)
@@ -250,13 +250,13 @@ class TaskInput(MediaInput):
         for name, value in prepared.items():
             if device is not None and isinstance(value, torch.Tensor) and value.device != device:
                 moved = prepared[name] = value.to(device)
-                for known in (made_rows, alone):
+                for known in (made_rows, unbatchable):
                     if value in known:
                         known[moved] = known[value]
         return prepared
 
-    def _whole(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        """Return tensors that are no ids, and go to the model as they are; None if there are ids, or no tensors."""
+    def _given_tensors(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
+        """Return an input of tensors that go to the model as they are. None if it has ids or text, or no other tensors."""
         given, main = dict(kwargs), getattr(self._module, "main_input_name", "input_ids")
         if tasks.rules_of(self.task).prepared_by != tasks.PIPELINE and main == "input_ids":
             return None
@@ -277,12 +277,12 @@ class TaskInput(MediaInput):
 
 
 def _follows_ids(value: torch.Tensor, part: Mapping[str, Any]) -> bool:
-    """Whether a tensor has an entry for each token."""
+    """Whether a tensor has an entry for each token of ``part``."""
     return "input_ids" in part and value.shape[:2] == part["input_ids"].shape[:2]
 
 
 def _by_position(inputs: tuple[Any, ...], kwargs: dict[str, Any], accepted: set[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return an input that is given by name as the positional one."""
+    """Return the arguments, with an input that is given by name as the positional one."""
     for names in _PARTS:
         if not inputs and set(names[:2]) <= kwargs.keys() and not accepted & set(names):
             parts = {name: kwargs[name] for name in names if name in kwargs}
@@ -290,13 +290,13 @@ def _by_position(inputs: tuple[Any, ...], kwargs: dict[str, Any], accepted: set[
     for name in _INPUTS:
         if name in kwargs and name not in accepted and kwargs[name] is not None:
             if inputs:
-                raise ValueError(f"There are two inputs: one as the input, and one as `{name}=`.")
+                raise ValueError(f"There are two inputs, a positional one and `{name}=`: pass one of them.")
             return (kwargs[name],), {other: value for other, value in kwargs.items() if other != name}
     return inputs, kwargs
 
 
 def _is_raw(given: Any) -> bool:
-    """Whether an input is for the pipeline: no tensors, no ids, no encoding and no chat."""
+    """Whether the pipeline must prepare an input, because it is no tensor, token ids, encoding or chat."""
     if isinstance(given, Mapping):
         is_encoding = "input_ids" in given or hasattr(given, "convert_to_tensors")
         return not (is_encoding or any(isinstance(value, torch.Tensor) for value in given.values()))
@@ -311,7 +311,7 @@ def _is_raw(given: Any) -> bool:
 
 @functools.cache
 def _options_of_pipeline(kind: Any) -> frozenset[str]:
-    """Return the names of the options of a pipeline, of its preprocessing and what follows."""
+    """Return the names of all options of a pipeline: of its call, its preprocessing and its later steps."""
     names: set[str] = set()
     for function in (kind._sanitize_parameters, kind.preprocess, kind.__call__):
         parameters = list(inspect.signature(function).parameters.values())[1:]

@@ -1,7 +1,7 @@
-"""Tasks of ``transformers.pipeline``: which model class, which preprocessors, and which inputs they have.
+"""Tasks of ``transformers.pipeline``: their model classes, preprocessors and inputs.
 
-Model classes, preprocessors and the preparation of inputs are those of transformers' own table of tasks. :data:`_RULES` adds what it
-does not say: how an input becomes the arguments of one forward pass. transformers' pipelines are imported when the first task needs them.
+Model classes, preprocessors and the preparation of inputs come from the table of tasks of transformers. :data:`_RULES` adds how an input
+becomes the arguments of one forward pass. The pipelines of transformers are imported when the first task needs them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 from ..huggingface import folder_or_name
 from ..mixins import naming
 
-#: Who makes arguments of an input: the tokenizer (:mod:`.inputs`), the processor (:mod:`.media`), or the pipeline (:mod:`.raw`).
+#: Values of ``prepared_by``: the tokenizer (:mod:`.inputs`), the processor (:mod:`.media`) or the pipeline (:mod:`.raw`).
 TOKENIZER, PROCESSOR, PIPELINE = "tokenizer", "processor", "pipeline"
 
 _AUTO_CLASSES = {
@@ -32,7 +32,7 @@ _AUTO_CLASSES = {
     "video_processor": "AutoVideoProcessor",
 }
 
-#: Ends of class names, for modules that generate nothing.
+#: Tasks by the end of the class name, for modules without ``generate``.
 _TASKS_OF_CLASSES = {
     "ForMaskedLM": "fill-mask",
     "ForSequenceClassification": "text-classification",
@@ -44,14 +44,14 @@ _TASKS_OF_CLASSES = {
 
 @dataclass(frozen=True)
 class Rules:
-    """What is particular about the inputs of a task."""
+    """The rules for the inputs of a task."""
 
-    prepared_by: str = PIPELINE
-    #: Preprocessors, by attribute: True if there has to be one, None if there may be. Empty: what the class of the pipeline says.
+    prepared_by: str = PIPELINE  # the component that converts an input to arguments
+    #: Preprocessors by attribute: True if required, None if optional. Empty: as the class of the pipeline declares.
     preprocessors: dict[str, bool | None] = field(default_factory=dict)
-    #: Why an input shares no batch.
-    alone: str | None = None
-    #: Why an input cannot be made arguments of one forward pass.
+    #: The reason why an input cannot be batched with others.
+    unbatchable: str | None = None
+    #: The reason why an input cannot be processed in one forward pass.
     refusal: str | None = None
 
 
@@ -60,8 +60,8 @@ _RULES = {
     "text-generation": Rules(TOKENIZER, {"tokenizer": True}),
     "image-text-to-text": Rules(PROCESSOR, {"processor": True}),
     "any-to-any": Rules(PROCESSOR, {"processor": True}),
-    "zero-shot-image-classification": Rules(alone=_LABELS),
-    "zero-shot-audio-classification": Rules(alone=_LABELS),
+    "zero-shot-image-classification": Rules(unbatchable=_LABELS),
+    "zero-shot-audio-classification": Rules(unbatchable=_LABELS),
     "mask-generation": Rules(refusal="its pipeline runs parts of the model to prepare an input"),
     "decision": Rules(refusal="its pipeline calls the model once for each question"),
     "keypoint-matching": Rules(refusal="its input is pairs of images"),
@@ -69,7 +69,7 @@ _RULES = {
 
 
 def rules_of(task: str) -> Rules:
-    """Return the rules of a task, which has no alias."""
+    """Return the rules of a task; ``task`` is not an alias."""
     return _RULES.get(task, Rules())
 
 
@@ -98,10 +98,10 @@ def pipeline_class(task: str) -> Any:
 
 
 def model_class(task: str, config: PreTrainedConfig) -> Any:
-    """Return the first class of a task that takes this configuration; else the one that the checkpoint names.
+    """Return the first class of a task that takes this configuration, or else a class that the configuration names.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If there is no such class.
     """
     from transformers.pipelines import check_task
 
@@ -120,37 +120,33 @@ def model_class(task: str, config: PreTrainedConfig) -> Any:
 
 
 def task_of_module(module: torch.nn.Module, processor: Any = None) -> str:
-    """Return the task of a loaded module, by what it can do and how its class is called.
+    """Return the task of a loaded module, from its class and whether there is a processor.
 
     Raises:
-        ValueError: If that does not say.
+        ValueError: If the class does not determine the task.
     """
     return _task_of_class(type(module), processor is not None)
 
 
 def _task_of_class(kind: Any, sees: bool) -> str:
     name = kind.__name__
-    if sees and name in _vision_language_classes():
+    if sees and name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values():
         return "image-text-to-text"
     if hasattr(kind, "can_generate") and kind.can_generate():
         return "text-generation"
-    if name in MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES.values():  # these are called as models of text are
+    if name in MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES.values():  # their names end like those of models of text
         return "audio-classification"
     for end, task in _TASKS_OF_CLASSES.items():
         if name.endswith(end):
             return task
-    raise ValueError(f"The class {name} does not say what its task is. Pass it, as in `task='feature-extraction'`.")
-
-
-def _vision_language_classes() -> set[str]:
-    return set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
+    raise ValueError(f"The task of a model of the class {name} is not known: pass it, as in `task='feature-extraction'`.")
 
 
 def task_of_repository(name: str, config: PreTrainedConfig, token: Any = None) -> str:
-    """Return the task of a repository by the hub's metadata; of a folder, by the class that its configuration names.
+    """Return the task of a repository from the hub's metadata, or that of a folder from the class that its configuration names.
 
     Raises:
-        ValueError: If neither says.
+        ValueError: If neither determines the task.
     """
     problem: Exception | None = None
     if not os.path.isdir(name):
@@ -170,13 +166,13 @@ def task_of_repository(name: str, config: PreTrainedConfig, token: Any = None) -
 
 
 def preprocessors_of(task: str) -> dict[str, bool | None]:
-    """Return which preprocessors a task loads, by attribute: True if there has to be one, None if there may be."""
+    """Return the preprocessors of a task, by attribute: True if required, None if optional."""
     fixed = rules_of(task).preprocessors
     if fixed:
         return fixed
     kind = pipeline_class(task)
     flags = {name: getattr(kind, f"_load_{name}", False) for name in _AUTO_CLASSES}
-    if "_load_video_processor" not in vars(kind):  # the class of all pipelines says "maybe"
+    if "_load_video_processor" not in vars(kind):  # the base class of all pipelines declares it as optional
         flags["video_processor"] = False
     return {name: flag for name, flag in flags.items() if flag is not False}
 

@@ -48,7 +48,7 @@ def test_the_command_serves_a_model_with_edits_and_vectors(tmp_path: Path) -> No
     [
         (["--vectors", "mood=x"], "--vectors are for --openai"),
         (["--openai", "--ray"], "for models of this process"),
-        (["--openai", "--vectors", "mood"], "say what the file is called"),
+        (["--openai", "--vectors", "mood"], "give a name and a file"),
     ],
 )
 def test_options_that_make_no_sense(options: list[str], says: str, tmp_path: Path, capsys: Any) -> None:

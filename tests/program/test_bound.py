@@ -203,7 +203,7 @@ def test_inside_such_a_function_it_uses_the_model_of_now() -> None:
     net.eval()
     torch.testing.assert_close(around(x), bound(x)["out"])
     net[3] = nn.Linear(6, 6)
-    with pytest.raises(Exception, match="another module at `3` than when the program was bound"):
+    with pytest.raises(Exception, match="The module at `3` was replaced after the program was bound"):
         around(x)
 
 
@@ -329,7 +329,7 @@ def test_inputs_survive_a_file(tmp_path: Any) -> None:
         ({"direction": 2.0}, "is given float"),
         ({"alpha": "a lot"}, "float or tensor of torch.float64 with 0 dimensions, and is given str"),
         ({"alpha": torch.tensor(2.0)}, r"given torch.float32 with 0 dimensions. Pass `value.to\(torch.float64\)`"),
-        ({"scale": 2.0}, r"`scale` is an input of the program: name it, as in `program.bind\(model, inputs=\['scale'\]\)`"),
+        ({"scale": 2.0}, r"`scale` is an input of the program that `bind` was not given: `program.bind\(model, inputs=\['scale'\]\)`"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused(given: dict[str, Any], message: str) -> None:

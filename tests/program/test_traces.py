@@ -170,7 +170,7 @@ def test_what_is_no_program_is_refused_at_its_line() -> None:
             model[2].output[:] = 0.0
     with pytest.raises(ValueError, match="leave out remote= and backend="), model.trace(x, program=True, remote="local"):
         model[1].output.save()
-    with pytest.raises(ValueError, match="a function of yours is no part of a program"), model.trace(x, program=True, fn=model._module):
+    with pytest.raises(ValueError, match="a program cannot contain a function of yours"), model.trace(x, program=True, fn=model._module):
         model[1].output.save()
 
 

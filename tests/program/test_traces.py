@@ -147,7 +147,7 @@ def test_an_edit_of_what_the_model_was_given_is_made_where_it_stands(options: di
         return out
 
     torch.testing.assert_close(run(**options), run())
-    with pytest.raises(NotExpressibleError, match=r"test_traces.py:\d+: `add_` edits a tensor in place that the block has given"):
+    with pytest.raises(NotExpressibleError, match=r"test_traces.py:\d+: `add_` edits a tensor in place that the block has already given"):
         with model.trace(x, **options):
             own = torch.zeros(2, 4)
             model.a.output = own

@@ -4,7 +4,7 @@ As in a scan, a copy of the model with fakes in place of its tensors runs on fak
 generation on fakes has no tokens that could end it. It ends when it has made as many tokens as it may, or when no block waits for
 anything but its result.
 
-Each thread keeps the copy of a model as long as the model does not change (:mod:`~nnsight.program.run.likeness`) and no run has
+Each thread keeps the copy of a model as long as the model does not change (:mod:`~nnsight.program.run.descriptions`) and no run has
 changed the copy. With the copy it keeps the values at its locations (:mod:`~nnsight.program.run.occurrences`).
 """
 
@@ -32,7 +32,7 @@ from ...runtime.rows.fakes import fake_modules
 from ..counts import counts
 from ..format.errors import NotExpressibleError
 from .fake_steps import FakeSteps
-from .likeness import describe, key_of
+from .descriptions import describe, key_of
 from .occurrences import FreshFakes, Occurrence, observed, replay, tensors_at
 
 if TYPE_CHECKING:

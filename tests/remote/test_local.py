@@ -391,7 +391,7 @@ def test_objects_with_tensors_in_them_are_refused(model: Any) -> None:
     class Holder:
         pass
 
-    with pytest.raises(NotExpressibleError, match="holds a Holder with tensors"):
+    with pytest.raises(NotExpressibleError, match="holds a Holder that contains tensors"):
         with model.trace(PROMPT, remote="local"):
             holder = nnsight.save(Holder())
             holder.hidden = model.transformer.h[0].output

@@ -117,7 +117,7 @@ class Rehearsal(Interpreter):
             if node["name"].startswith("aten.index_put"):
                 args, kwargs = arguments
                 for index in args[1] if len(args) > 1 else kwargs["indices"]:
-                    places(index, lambda most: most)  # makes the positions that a mask selects, so that they are counted
+                    places(index, lambda most: most)  # makes the indices that replace a mask, so that they are counted
             return
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

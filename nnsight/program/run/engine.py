@@ -42,7 +42,7 @@ class Engine(Protocol):
         """Return a key that is equal for payloads that can run as one batch; ``None`` for a payload that has to run alone."""
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
-        """Run payloads of one kind, and return the outcome of each. ``logs[i]`` is called with lines of payload ``i``, in this event loop.
+        """Run payloads of one kind and return the outcome of each. ``logs[i]`` gets the lines of payload ``i`` in the caller's event loop.
 
         Raises:
             EngineLostError: If the engine died.

@@ -31,8 +31,8 @@ from ...runtime.modules.tree import ModuleTree
 from ...runtime.rows.fakes import fake_modules
 from ..counts import counts
 from ..format.errors import NotExpressibleError
-from .fake_steps import FakeSteps
 from .descriptions import describe, key_of
+from .fake_steps import FakeSteps
 from .occurrences import FreshFakes, Occurrence, observed, replay, tensors_at
 
 if TYPE_CHECKING:

@@ -132,7 +132,7 @@ class CompiledEdits:
         named = {name: tensor for name, tensor in values.items() if name.isidentifier()}
         program = BoundProgram(job, model, sorted(named), values)
         self.params.add(program, named, fixed)
-        if _looks_at_sizes(job):
+        if any(node["do"] == "size" for node in job.nodes):  # the program depends on sizes of the input
             self._by_size[key] = program
         else:
             self._general = program
@@ -163,7 +163,3 @@ def _record(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     tracer = ModelTracer(lambda: model._driver(None), model._scanned, model, args, kwargs, None, model)
     tracer._entered = True
     return record_edits(tracer)
-
-
-def _looks_at_sizes(job: Job) -> bool:
-    return any(node["do"] == "size" for node in job.nodes)

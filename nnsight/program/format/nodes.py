@@ -107,8 +107,6 @@ MEMORY_FORMATS = {
     "channels_last": torch.channels_last,
 }
 
-SIZED_BY_VALUES = "the size of its result depends on values"
-
 #: Reasons why certain operators are not in the table.
 _DENIED = {
     "empty": "it gives uninitialised memory",

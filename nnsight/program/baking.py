@@ -330,9 +330,7 @@ def _device_of(value: Any) -> torch.device | None:
 
 def _check(tensor: torch.Tensor, dim: int, size: int) -> None:
     if tensor.shape[dim] != size:
-        raise ValueError(
-            f"The edits looked at dimension {dim} of a value, which was {size} when they were recorded and is {tensor.shape[dim]} here."
-        )
+        raise ValueError(f"The edits looked at dimension {dim}, which was {size} when they were recorded and is {tensor.shape[dim]} here.")
 
 
 def _lists_in(value: Any) -> list[int]:

@@ -1,8 +1,4 @@
-"""Programs of traces.
-
-``trace(program=True)`` records the block and runs the program. The block of any other trace is recorded at the first look at
-``tracer.program``, after the trace has run.
-"""
+"""Programs of traces: ``trace(program=True)`` records the block and runs the program. Other traces are recorded when it is first used."""
 
 from __future__ import annotations
 
@@ -53,8 +49,7 @@ def program_trace(function: Any) -> ProgramTrace:
 def program_of(rerun: Rerun | None, ran_here: bool) -> Program:
     """Return the program of a trace that has run. Its block runs once more, on fake tensors.
 
-    If the trace ``ran_here`` and its inputs still exist, the model computes the values that the block needs. Each of them is a hole in the
-    program.
+    If the trace ``ran_here`` and its inputs still exist, the model computes values that the block needs, and each is a hole in the program.
 
     Raises:
         NotExpressibleError: If the block needs Python that a program cannot contain, or an outside value that no longer exists.

@@ -39,11 +39,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def header_of(data: bytes, max_bytes: int, max_header: int) -> bytes:
-    """Return the header of a container as bytes, not yet parsed.
-
-    Raises:
-        InvalidProgramError: If the container has no complete header, or if the container or its header is too large.
-    """
+    """Return the unparsed header of a container. Raise an :class:`InvalidProgramError` if it is incomplete, or if a size is too large."""
     require(isinstance(data, (bytes, bytearray, memoryview)), f"A payload has to be bytes, not {type(data).__name__}.")
     require(len(data) <= max_bytes, f"The payload has {len(data)} bytes; the limit is {max_bytes}.")
     size = int.from_bytes(data[:8], "little")

@@ -5,8 +5,7 @@ would give wrong results for inputs of other sizes. So a node ``size`` records e
 computes with, or that decides how many tensors a function returns (``chunk``). A run with another size is refused, with the user's line.
 Composite operators of the table (``matmul``, ``reshape``) are single nodes, so the sizes that torch reads inside them are not recorded.
 
-A size that depends on values, such as the size of ``hidden[hidden > 0]``, is a ``SymInt`` in every recording. If the block reads it, the
-recording is cut to get the size, or the block is refused.
+A size that depends on values, as in ``hidden[hidden > 0]``, is a ``SymInt`` in a recording. Reading it cuts the recording, or is refused.
 
 A :class:`Shape` notes which of its sizes are read: ``hidden.shape[-1]`` fixes the width of the model, but not the length of the prompt.
 """
@@ -123,13 +122,9 @@ def division(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
 
 
 def takes_sizes(function: str, operator: str, args: Sequence[Any], given: Sequence[Any]) -> bool:
-    """Whether an operator gets integers that torch computed, perhaps from sizes: integers that the block has not ``given`` to the function.
+    """Whether an operator gets integers that torch computed, perhaps from sizes.
 
-    Args:
-        function: Name of the function of torch that the block calls.
-        operator: Name of an operator that this function calls.
-        args: Arguments of the operator.
-        given: Leaves of the arguments of the function.
+    Torch computed the integers that are not ``given``: the block has not passed them to the ``function`` that calls the operator.
     """
     if function in _INDEXING:
         return False

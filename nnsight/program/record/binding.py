@@ -23,16 +23,11 @@ from ..format.trees import ABSENT, NONE, leaves
 
 @dataclass
 class Recorded:
-    """A recorded block: a job, and the saved values, in which results replace fake tensors.
+    """A recorded block: the job to run, and the saved ``values``, whose fake tensors are replaced by results.
 
-    Attributes:
-        job: The job to run.
-        values: The saved values by name, with fake tensors.
-        known: Each fake tensor with its node and output, by ``id`` of the fake tensor, which this keeps alive.
-        scope: The variables of the block.
-        fixed: Reasons why names are not inputs of the program, by name.
-        arguments: The arguments of the model in the latest run.
-        tensors: The tensors that the program takes, by name.
+    ``known`` has each fake tensor with its node and output, by its ``id``, and keeps it alive. ``scope`` has the variables of the block.
+    ``fixed`` has the reasons why names are not inputs of the program. ``arguments`` are the arguments of the model in the latest run, and
+    ``tensors`` are the tensors that the program takes, by name.
     """
 
     job: Job

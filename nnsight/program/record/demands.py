@@ -139,10 +139,7 @@ class Cuts:
     def recover(
         self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception, refusal: str = ""
     ) -> Any:
-        """Call a function on values, because it raised ``error`` on fake tensors. It is not recorded.
-
-        An index by a mask becomes an index by integers, which is recorded. For it, only the value of the mask is fetched.
-        """
+        """Call a function on values, because it raised ``error`` on fakes. An index by a mask is recorded as an index by integers."""
         refusal = refusal or (error.reason if isinstance(error, NoOperatorError) else why_demand(name))
         if name == "masked_select" and not kwargs:
             name, args = "__getitem__", tuple(torch.broadcast_tensors(*args))

@@ -34,14 +34,9 @@ _Position = tuple[int | None, ...]
 
 
 class NamedInputs:
-    """The named values of one block while it is recorded.
+    """The named values of one block while it is recorded. A variable whose name is already ``taken`` gets a number: ``alpha_2``.
 
     If a variable of the block is the program of an earlier recording (a :class:`.ProgramBlock`), its inputs are named values, too.
-
-    Args:
-        block: The block.
-        variables: The outside variables of the block, by name.
-        taken: Names that are already used. A variable with such a name gets a number: ``alpha_2``.
 
     Attributes:
         fixed: Reasons why names cannot be inputs, by name.
@@ -95,10 +90,9 @@ class NamedInputs:
         return self._look_up(tensor)[1]
 
     def call(self, function: Any, args: Any, kwargs: Any, record: Callable[[], Any]) -> Any:
-        """Run a call on named values at once. Call ``record`` if it returns tensors, or edits a tensor that was recorded this way.
+        """Run a call on named values at once, and return the result for the block.
 
-        Returns:
-            The result for the block.
+        The call is also recorded, by ``record``, if it returns tensors, or edits a tensor that was recorded this way.
         """
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         names = {name for tensor in tensors for name in self._look_up(tensor)[2] if name is not None}

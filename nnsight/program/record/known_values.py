@@ -4,8 +4,7 @@ A block often needs several values from one source: ``scores.tolist()`` on a fak
 makes a new tensor each time. To save jobs, the value of a view of a small tensor is found by asking for the whole tensor. Results of
 operators on known numbers are computed here.
 
-A value is valid for one state of its memory. The state changes with each in-place edit. If the model shares the memory, it also changes
-with each turn of the model.
+A value is valid for one state of its memory. The state changes with each in-place edit and, in memory of the model, with each visit.
 """
 
 from __future__ import annotations

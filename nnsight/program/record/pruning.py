@@ -29,15 +29,7 @@ def pruned(
 
     A node is needed if it has an effect on the run, if a needed node or a saved value uses it, or if it edits memory that a needed node
     uses. A backward pass is needed if a gradient that is read in it is needed. Then its end and all nodes that change gradients are needed.
-
-    Args:
-        runs: The runs of the recording.
-        nodes: All nodes.
-        roots: For each node, the node that made the memory of its result.
-        trees: The trees of the saved values, by name.
-        tensors: Inputs and constants, by name.
-        forced: Nodes that are needed in any case.
-        printed: ``log`` nodes that are left out because their lines have been printed.
+    ``forced`` nodes are needed, and ``log`` nodes in ``printed`` are not. ``roots`` has the node that made the memory of each result.
     """
     passes, waits = _passes(nodes, roots), _waits(nodes, roots)
     edits: dict[int, list[int]] = {}

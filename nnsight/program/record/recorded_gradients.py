@@ -33,12 +33,7 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """Records the gradients of a block.
-
-    Attributes:
-        running: Whether the block of a backward pass is being recorded.
-        followed: Whether gradients are enabled where the user opens the trace.
-    """
+    """Records the gradients of a block. ``running`` says whether the block of a backward pass is being recorded."""
 
     def __init__(self, recorder: NodeRecorder) -> None:
         self._recorder = recorder
@@ -49,7 +44,7 @@ class Gradients:
         self._modes: dict[int | None, bool] = {}  # whether each block has gradients enabled
         self._before: Any = weakref.WeakKeyDictionary()  # the mode before each context manager of torch
         self.running = False
-        self.followed = True
+        self.followed = True  # whether gradients are enabled where the user opens the trace
         self._latest: Any = (None, None)  # the tensor whose gradient was read or written last, and the gradient
 
     def begin_run(self) -> None:

@@ -1,9 +1,8 @@
 """The recorder: it turns a block into the nodes of a program.
 
 The block runs as Python in an ordinary trace, whose driver runs the model on fake tensors. Two modes see the calls of the block. A mode for
-torch *functions* replaces weights and the block's own tensors by fake tensors, and the own tensors become constants. A call that needs a
-value cuts the recording, or is refused. Calls on the block's own tensors alone run at once, on real values. A mode for torch *operators*
-records each operator as a node.
+torch *functions* replaces weights and the block's own tensors, which become constants, by fake tensors. A call that needs a value cuts the
+recording, or is refused. Calls on own tensors alone run at once, on real values. A mode for torch *operators* records operators as nodes.
 
 A value that the block gets at a location is a ``read``. If the block edits the value in place, the ``read`` becomes a read of a copy, the
 operators edit the copy, and a ``write`` copies it into the memory of the model's tensor when the block leaves the location. A replacement
@@ -96,14 +95,7 @@ def record_edits(tracer: Any) -> tuple[Job, dict[str, torch.Tensor], dict[str, s
 
 
 class Recorder(NodeRecorder):
-    """Records traces.
-
-    Attributes:
-        report: The report of the latest trace.
-        running: Whether a trace is being recorded.
-        fixed: Reasons why names are not inputs of the program, by name.
-        arguments: The prepared arguments of the model in the latest run.
-    """
+    """Records traces. ``report`` is the report of the latest trace, and ``running`` says whether a trace is being recorded."""
 
     report: Report
 
@@ -111,8 +103,8 @@ class Recorder(NodeRecorder):
         super().__init__(for_others)
         self._common: NamedInputs | None = None  # named inputs of the blocks of a trace, which share their variables
         self._inputs: dict[int, NamedInputs] = {}  # named inputs of each edit, which has its own variables
-        self.fixed: dict[str, str] = {}
-        self.arguments: tuple[Any, dict[str, Any]] = (), {}
+        self.fixed: dict[str, str] = {}  # reasons why names are not inputs of the program, by name
+        self.arguments: tuple[Any, dict[str, Any]] = (), {}  # prepared arguments of the model in the latest run
         self.cuts = Cuts(self, send, cuts)
         self.running = False
         self._seed: int | None = None
@@ -128,7 +120,7 @@ class Recorder(NodeRecorder):
         """Run the block of ``tracer`` on fake tensors."""
         if self.runs_again:
             self._common = NamedInputs(tracer.info, self._variables(tracer))
-        self._outer.update(self._outer_containers(tracer))
+        self._outer |= {name: value for name, value in self._variables(tracer).items() if type(value) in (list, dict)}
         waiting = [leaf for leaf in pytree.tree_leaves(self._outer) if isinstance(leaf, FakeTensor)]
         self._of_other_jobs.update({id(leaf): leaf for leaf in waiting if leaf not in self._refs})
         call = called_by(tracer)[0]
@@ -236,10 +228,6 @@ class Recorder(NodeRecorder):
         self.seeded(job)
         known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
         return Recorded(job, values, known, tracer.scope, self.fixed, self.arguments, self.taken_by(job))
-
-    def _outer_containers(self, tracer: Any) -> dict[str, Any]:
-        """Return the lists and dicts among the outside variables of the block of ``tracer``, by name."""
-        return {name: value for name, value in self._variables(tracer).items() if type(value) in (list, dict)}
 
     @property
     def inputs(self) -> NamedInputs | None:
@@ -382,10 +370,7 @@ class Recorder(NodeRecorder):
         self.emit("skip", site=site, at=at, value=tree, **({"loop": True} if loop else {}))
 
     def _given(self, value: Any) -> Any:
-        """Return a value that the block gives to the model. Refuse it if its size depends on values.
-
-        If it is one of the block's own tensors, later in-place edits of it are refused.
-        """
+        """Return a value that the block gives to the model, or refuse it. If it is an own tensor of the block, forbid later edits of it."""
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and id(value) not in self.model.weights:
             self.handed_over[value.untyped_storage()._cdata] = value
         if isinstance(value, torch.Tensor) and has_unknown_size(value):

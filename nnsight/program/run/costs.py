@@ -27,24 +27,17 @@ from .interpreter import Interpreter
 class Costs(Guesses):
     """Counts the operations of a run on fake tensors, and guesses values that the model asks for.
 
-    If the size of a result of the program depends on values, the result has the largest possible size.
-
-    Attributes:
-        flops: Floating point operations of model and program.
-        of_model: Floating point operations of the model alone.
-        selects: Whether a size in the program depends on values.
-        begun: The value of ``flops`` before each token of a generation.
-        on_made: Called with each tensor that an operator of the program makes.
-        on_step: Called before each token of a generation.
+    If the size of a result of the program depends on values, the result has the largest possible size. ``flops`` are the operations of
+    model and program, and ``of_model`` those of the model alone.
     """
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.flops, self.of_model, self._limit = 0, 0, limit
-        self.selects = False
-        self.begun: list[int] = []
-        self.on_made: Callable[[torch.Tensor], None] | None = None
-        self.on_step: Callable[[], None] = lambda: None
+        self.selects = False  # whether a size in the program depends on values
+        self.begun: list[int] = []  # the operations before each token of a generation
+        self.on_made: Callable[[torch.Tensor], None] | None = None  # called with each tensor that an operator of a program makes
+        self.on_step: Callable[[], None] = lambda: None  # called before each token of a generation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run, kwargs = active_interleaver(), kwargs or {}

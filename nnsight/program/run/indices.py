@@ -1,7 +1,4 @@
-"""Checks the indices of operators against the sizes of their tensors.
-
-Some kernels do not check them, and on a GPU an index out of range ends the process.
-"""
+"""Checks indices of operators against sizes, because some kernels do not, and on a GPU an index out of range ends the process."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A block that only reads and edits in place changes no size. So the next run with such inputs has fake tensors of the same sizes at the same
 locations, and they are offered to the blocks without running the model. The fake tensors are new ones each time (:class:`FreshFakes`),
 because each of them stands for one value of one run, also in lists of the user that wait for results. If a block replaces a value, skips a
-module, or asks for a value that cannot be kept, the model runs after all. Up to the present location of the blocks, it gets the values
-that they have seen.
+module, or asks for a value that cannot be kept, the model runs. It gets the values that the blocks have seen, up to their present location.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
 
 
 def leaf_at(value: Any, node: dict[str, Any]) -> Any:
-    """Return the leaf of a value that a node names.
-
-    Raises:
-        InvalidProgramError: If there is no such leaf, or if a list in the value has another length than the node says.
-    """
+    """Return the leaf of a value that a node names. Raise an :class:`InvalidProgramError` if there is none, or if lists do not fit."""
     if "lists" in node and lists_in(value[node["key"]] if "key" in node else value) != node["lists"]:
         raise InvalidProgramError(
             "a list in the value there has another length than in the recording, and the program depends on its length. Record the program "
@@ -139,11 +134,7 @@ class Occurrence(NamedTuple):
 
 
 class FreshFakes:
-    """Maps known fake tensors to new ones.
-
-    The same fake tensor is always mapped to the same new one, and new ones share memory as the known ones do. Tensors in ``kept`` memory,
-    such as weights, are not replaced.
-    """
+    """Maps known fake tensors to new ones, which share memory as the known ones do. Tensors in ``kept`` memory are mapped to themselves."""
 
     def __init__(self, kept: frozenset[int]) -> None:
         self._kept = kept
@@ -173,15 +164,10 @@ class FreshFakes:
 
 
 class ObservedRun(Interleaver):
-    """The run that the modules of the model see. It notes the occurrences, and passes them on to the run of the blocks.
+    """The run that the modules of the model see. It notes the occurrences, and passes them on to the ``run`` of the blocks.
 
-    Args:
-        run: The run of the blocks.
-        seen: For each occurrence that the blocks have already seen, a function from the model's value to the value that the blocks left.
-
-    Attributes:
-        occurrences: The occurrences, or ``None`` after a change of the blocks that may change later sizes.
-        given: The values of the model with their leaves.
+    ``seen`` has a function for each occurrence that the blocks have already seen: from the model's value to the value that they left.
+    ``occurrences`` is ``None`` after an effect that may change later sizes. ``given`` has the values of the model with their leaves.
     """
 
     __slots__ = ("_run", "_seen", "given", "occurrences")

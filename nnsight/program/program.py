@@ -141,11 +141,13 @@ class Program:
         nodes, saves = with_references(
             [second.nodes, second.saves], lambda node, output: {"ref": [node + len(first.nodes), output]}
         )
-        blocks = first.runs[0]["blocks"]
-        moved = [
-            {**node, "block": node["block"] + blocks, **({"tensor": names[node["tensor"]]} if node["do"] == "const" else {})}
-            for node in nodes
-        ]
+        blocks, barriers = first.runs[0]["blocks"], 1 + max((node.get("id", -1) for node in first.nodes), default=-1)
+        moved = [{**node, "block": node["block"] + blocks} for node in nodes]
+        for node in moved:
+            if node["do"] == "const":
+                node["tensor"] = names[node["tensor"]]
+            elif node["do"] == "barrier":
+                node["id"] += barriers
         run = {**first.runs[0], "blocks": blocks + second.runs[0]["blocks"]}
         return Program(Job([run], [*first.nodes, *moved], {**first.saves, **saves}, tensors), {**other._fixed, **self._fixed})
 

@@ -417,3 +417,24 @@ def test_one_program_after_the_other(compiled: bool, tmp_path: Any) -> None:
         torch.testing.assert_close(model.apply(program)(x), expected)
     with pytest.raises(ValueError, match="Both programs save a value as `out`"):
         both.then(tracer.program)
+
+
+def test_barriers_of_combined_programs_are_different_barriers() -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model = NNsight(net)
+
+    def through_a_barrier(factor: float) -> Program:
+        with model.trace(remote="program") as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(x):
+                hidden = model[1].output
+                barrier()
+            with tracer.invoke():
+                barrier()
+                model[1].output = factor * hidden
+        return tracer.program
+
+    with model.trace(x, remote="program") as tracer:
+        out = model[3].output.save()
+    program = through_a_barrier(2.0).then(through_a_barrier(3.0)).then(tracer.program)
+    torch.testing.assert_close(program.run(model, x)["out"], net[3](net[2](6.0 * net[1](net[0](x)))))

@@ -60,7 +60,7 @@ class NamedInputs:
             if name not in used or not name.isidentifier():
                 continue
             labels = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-            label = next(found for found in labels if found not in taken)
+            label = next(found for found in labels if found not in taken and (found == name or found not in variables))
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
                 self._tensors.setdefault(id(value), (label, value))
             elif type(value) is float:

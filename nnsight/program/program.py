@@ -111,7 +111,7 @@ class Program:
         for node in nodes:
             if node["do"] == "const":
                 node["tensor"] = names.setdefault(node["tensor"], len(names))
-        tensors = [self._job.tensors[name].contiguous() for name in names]
+        tensors = [self._job.tensors[name].cpu().contiguous() for name in names]
         described = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
         text = json.dumps([self._job.runs, nodes, self._job.saves, described]).encode()
         return b"".join([text, *(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)])
@@ -315,7 +315,7 @@ def _is_of_rows(nodes: Sequence[tuple[int, Node]]) -> bool:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
+    return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
 
 
 def _title(node: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A program bound to a model: a function of the model's input and of the program's named inputs."""
+"""Bound programs: a program and a model, as a function of the model's input and of the program's named inputs."""
 
 from __future__ import annotations
 

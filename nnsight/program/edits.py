@@ -105,7 +105,7 @@ class CompiledEdits:
         return driver.call_function(generation, args, kwargs, functools.partial(self.call, model))
 
     def call(self, model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the compiled ``model``, with the program of its edits spliced into its graph."""
+        """Call the compiled ``model`` with the program of its edits spliced into its graph, and return its output."""
         if self._python:
             return model._call_edited(None, args, kwargs)
         program = self._general

@@ -1,4 +1,4 @@
-"""Programs of traces: ``trace(program=True)`` records the block and runs the program. Other traces are recorded when it is first used."""
+"""Programs of traces: ``trace(program=True)`` records its block at once, any other trace at the first use of ``tracer.program``."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ _EDITED = "does not reach the model. `.clone()` it first, or edit the value itse
 
 
 class Cuts:
-    """Gets the values that a block needs, with jobs.
+    """Gets the values that a block needs, by sending jobs.
 
     Args:
         recorder: Records the block.

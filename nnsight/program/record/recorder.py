@@ -2,7 +2,7 @@
 
 The block runs as Python in an ordinary trace, whose driver runs the model on fake tensors. Two modes see the calls of the block. A mode for
 torch *functions* replaces weights and the block's own tensors, which become constants, by fake tensors. A call that needs a value cuts the
-recording, or is refused. Calls on own tensors alone run at once, on real values. A mode for torch *operators* records operators as nodes.
+recording, or is refused. Calls on such own tensors alone run at once, for real. A mode for torch *operators* records operators as nodes.
 
 A value that the block gets at a location is a ``read``. If the block edits the value in place, the ``read`` becomes a read of a copy, the
 operators edit the copy, and a ``write`` copies it into the memory of the model's tensor when the block leaves the location. A replacement

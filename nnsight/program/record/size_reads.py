@@ -51,7 +51,7 @@ class SizeReads(TorchFunctionMode):
 
     @property
     def inputs(self) -> NamedInputs | None:
-        """The named inputs of the block whose turn it is, if the program is for others."""
+        """The named inputs of the block whose turn it is, if the program is for other inputs."""
         return None
 
     def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -73,7 +73,7 @@ class Costs(Guesses):
         self.add(flops, of_model)
 
     def begin_step(self) -> None:
-        """Note that a generation begins to make a token."""
+        """Note that the next token of a generation begins."""
         self.on_step()
         self.begun.append(self.flops)
 

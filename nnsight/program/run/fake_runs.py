@@ -108,7 +108,7 @@ class FakeModel:
         return sum(tensor._version for tensor in self.by_name.values())
 
     def apply(self, path: str, args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """Apply the module at ``path``. Return its result, and whether it wrote to its arguments or to weights."""
+        """Apply the copy of the module at ``path``. Return its result, and whether it wrote to its arguments or to weights."""
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = self.versions() + sum(tensor._version for tensor in given)
         self._called = True

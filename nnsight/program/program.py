@@ -119,8 +119,7 @@ class Program:
     def then(self, other: Program) -> Program:
         """Return a program that has the effects of this program and then, at each location, the effects of ``other``.
 
-        If both programs have an input of the same name, they share it if the values are equal. Otherwise the input of ``other`` is renamed:
-        ``alpha`` becomes ``alpha_2``.
+        Inputs with one name become one input if their values are equal. Otherwise the input of ``other`` is renamed, as to ``alpha_2``.
 
         Raises:
             ValueError: If one program is for ``trace`` and the other for ``generate``, or if both save a value under the same name.

@@ -122,10 +122,7 @@ def division(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
 
 
 def takes_sizes(function: str, operator: str, args: Sequence[Any], given: Sequence[Any]) -> bool:
-    """Whether an operator gets integers that torch computed, perhaps from sizes.
-
-    Torch computed the integers that are not ``given``: the block has not passed them to the ``function`` that calls the operator.
-    """
+    """Whether an operator gets integers that torch computed, perhaps from sizes. They are not ``given`` to the calling ``function``."""
     if function in _INDEXING:
         return False
     same = function.strip("_") == operator.split(".")[1].strip("_")

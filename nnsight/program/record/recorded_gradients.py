@@ -70,7 +70,7 @@ class Gradients:
         elif self._enabling:
             self._enabling -= 1
         else:
-            self.lose("the block uses `torch.no_grad()` before")
+            self.lose("the block uses `torch.no_grad()` before the pass")
 
     @property
     def enabled(self) -> bool:

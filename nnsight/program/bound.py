@@ -231,4 +231,4 @@ def check_names(job: Job, names: Sequence[str], fixed: dict[str, str]) -> None:
             continue
         why = fixed.get(name, "no call of torch in the block uses a tensor or a float from outside that has this name")
         has = f"Its inputs are {', '.join(sorted(there))}." if there else "It has no inputs."
-        raise InvalidProgramError(f"`{name}` is no input of this program: {why}. {has}")
+        raise InvalidProgramError(f"`{name}` is not an input of this program: {why}. {has}")

@@ -63,7 +63,7 @@ class Params(MutableMapping[str, torch.Tensor]):
         if not self._programs:
             raise KeyError(f"`{name}`: the parameters are known after the first call of the model.")
         why = self._fixed.get(name, "no call of torch in the edits uses a tensor or a float from outside that has this name")
-        raise KeyError(f"`{name}` is no parameter of the edits: {why}. The parameters are {', '.join(self) or 'none'}.")
+        raise KeyError(f"`{name}` is not a parameter of the edits: {why}. The parameters are {', '.join(self) or 'none'}.")
 
     def add(self, program: BoundProgram, values: dict[str, torch.Tensor], fixed: dict[str, str]) -> None:
         """Add the parameters of a program that has just been recorded."""

@@ -279,7 +279,7 @@ def test_a_float_that_python_computes_with_is_no_input() -> None:
         model[1].output = alpha * hidden + (1 - alpha) * hidden.mean()
         out = model[3].output.save()
     assert not tracer.program.inputs
-    with pytest.raises(InvalidProgramError, match=r"`alpha` is no input of this program: Python computes with the float.* in line \d+"):
+    with pytest.raises(InvalidProgramError, match=r"`alpha` is not an input of this program: Python computes with the float.* in line \d+"):
         tracer.program.bind(model, inputs=["alpha"])
     assert tracer.program.run(model, x).keys() == {"out"}
 
@@ -292,7 +292,7 @@ def test_a_tensor_whose_value_python_uses_is_no_input() -> None:
         strength = unit.abs().max().item()
         model[1].output[:] += strength * unit
         out = model[3].output.save()
-    with pytest.raises(InvalidProgramError, match=r"`direction` is no input of this program: Python uses its value in line \d+"):
+    with pytest.raises(InvalidProgramError, match=r"`direction` is not an input of this program: Python uses its value in line \d+"):
         tracer.program.bind(model, inputs=["direction"])
     unit = direction / direction.norm()
     found = tracer.program.run(model, x)["out"]
@@ -373,7 +373,7 @@ def test_a_listing_shows_what_autograd_does_not_follow() -> None:
 def test_a_name_that_is_no_input() -> None:
     net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
     model = NNsight(net)
-    with pytest.raises(InvalidProgramError, match="`beta` is no input.*Its inputs are alpha, direction, scale"):
+    with pytest.raises(InvalidProgramError, match="`beta` is not an input.*Its inputs are alpha, direction, scale"):
         recorded(model, x, direction).bind(model, inputs=["beta"])
 
 

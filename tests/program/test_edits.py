@@ -91,7 +91,7 @@ def test_values_set_before_the_first_call_count() -> None:
         steered.params["alpha"]
     steered.params["alpha"] = 1.0
     torch.testing.assert_close(steered(x), by_hand(net, x, direction, 1.0))
-    with pytest.raises(KeyError, match="`beta` is no parameter of the edits.*alpha, direction"):
+    with pytest.raises(KeyError, match="`beta` is not a parameter of the edits.*alpha, direction"):
         steered.params["beta"] = 1.0
 
 

@@ -112,7 +112,7 @@ def test_what_was_computed_of_inputs_is_edited_in_place(edit: Any) -> None:
         torch.testing.assert_close(run(remote="local")[:2], (total, out))
     program = run(program=True)[2].program
     if edit is _condition:
-        with pytest.raises(InvalidProgramError, match="`direction` is no input of this program: Python uses its value"):
+        with pytest.raises(InvalidProgramError, match="`direction` is not an input of this program: Python uses its value"):
             program.bind(model, inputs=["direction"])
         return
     direction = torch.linspace(-1.0, 3.0, 6)

@@ -517,7 +517,7 @@ def test_where_values_cannot_be_had_a_demand_is_refused(demo: Any) -> None:
 def test_what_is_edited_here_and_would_not_reach_the_model_is_refused(demo: Any) -> None:
     with pytest.raises(ValueError, match="read-only"), demo.trace(PROMPT, remote="local"):
         demo.transformer.h[0].output.detach().numpy()[:] = 0
-    with pytest.raises(NotExpressibleError, match=r":\d+: What `getitem` returned here was edited in place"):
+    with pytest.raises(NotExpressibleError, match=r":\d+: The result of `getitem` was edited in place"):
         with demo.session(remote="local"):
             with demo.trace(PROMPT):
                 hidden = demo.transformer.h[0].output

@@ -89,7 +89,7 @@ def check_tree(tree: Tree, kinds: frozenset[str], budget: Budget, depth: int = 0
     if type(tree) in (int, float):
         require(is_finite(tree), "A number is out of range.")
         return
-    require(type(tree) is dict and len(tree) == 1, f"A {type(tree).__name__} stands where a value belongs.")
+    require(type(tree) is dict and len(tree) == 1, f"A value is a {type(tree).__name__}, not a number or an object with one key.")
     ((kind, content),) = tree.items()
     require(kind in kinds, f"A value of kind {kind[:40]!r} is not allowed here.")
     require(_CHECKS[kind](content), f"A value of kind {kind!r} is malformed.")

@@ -124,7 +124,8 @@ class Cuts:
             result = function(*args, **kwargs)
             made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             memory = {leaf.untyped_storage()._cdata for leaf in made}
-        message = here(f"What {shown(name)} returned here was edited in place, which {_EDITED}")
+        call = shown(name)
+        message = here(f"The result of {call[0].lower()}{call[1:]} was edited in place, which {_EDITED}")
         for value, version in zip(values, versions, strict=True):
             if value.untyped_storage()._cdata in memory:
                 self._lent.append((value, version, message))

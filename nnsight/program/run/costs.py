@@ -141,7 +141,7 @@ class Rehearsal(Interpreter):
     def apply(self, path: str, args: Any, kwargs: Any) -> Any:
         """Apply a module, and refuse it if it writes to its arguments or to weights."""
         result, wrote = self.fakes.apply(path, args, kwargs)
-        require(not wrote, f"`{path}` writes to what it is applied to, or to its weights.")
+        require(not wrote, f"`{path}` writes to its arguments or to its weights.")
         return result
 
     def _count(self, size: int) -> None:

@@ -74,7 +74,7 @@ def _check_count(name: str, given: dict[str, Any]) -> None:
     if name == "repeat_interleave" and size <= most:
         size = int(values.sum())
     if size > most or wanted not in (None, size):
-        raise ValueError(f"the result would have the size {size}; in a program, its arguments allow {wanted or most}")
+        raise ValueError(f"the result would have size {size}; in a program, its arguments allow {wanted or most}")
 
 
 def _along(given: dict[str, Any], negative: bool = False) -> Iterator[tuple[Any, int, bool]]:

@@ -79,7 +79,7 @@ class FakeModel:
         busy: Whether the copy is running.
     """
 
-    def __init__(self, tree: ModuleTree, mode: FakeTensorMode, like: Any = None) -> None:
+    def __init__(self, tree: ModuleTree, mode: FakeTensorMode, like: Any) -> None:
         counts["fake_models"] += 1
         device = device_of(tree.root)
         self.device = torch.device("cpu") if device.type == "meta" else device

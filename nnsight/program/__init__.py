@@ -1,4 +1,4 @@
-"""Programs: what a block does to a model, as data that can be printed, stored, checked and run."""
+"""Programs: the effects of a block on a model as data, which can be printed, stored, checked and run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Programs as Python: a function that does with a trace what a program does, to be read, changed and run.
+"""Programs as Python: the source of a function that does the same as a program, in a trace. Users can read, change and run it.
 
-Each value of the program is a variable. ``leaf`` takes a tensor out of what a module returns, which may be a tensor or a tuple, as in the
-program; ``with_leaf`` puts another in its place. Operators are those of ``torch.ops.aten``.
+Each value of the program is a variable. ``leaf`` selects a tensor from the value at a location, such as a tuple that a module returns.
+``with_leaf`` replaces such a tensor. Operators are those of ``torch.ops.aten``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def leaf(value: Any, number: int = 0, inside: int | None = None, lists: list[int
     """Return tensor ``number`` of a nested value.
 
     Args:
-        value: What is at a location, or an item of it.
-        number: Of the tensor, in order.
-        inside: Number of a tensor in that, if it is a key-value cache.
+        value: The value at a location, or an item of it.
+        number: Number of the leaf, in the order of ``torch.utils._pytree``.
+        inside: Number of the tensor inside that leaf, if the leaf is a key-value cache.
         lists: The lengths that the lists in the value must have.
 
     Raises:
@@ -38,7 +38,7 @@ def leaf(value: Any, number: int = 0, inside: int | None = None, lists: list[int
 
 
 def with_leaf(value: Any, new: torch.Tensor, number: int = 0, key: str | None = None) -> Any:
-    """Return a nested value with ``new`` in place of its tensor ``number``, or of that in its item ``key``."""
+    """Return a nested value with ``new`` in place of its tensor ``number``, or of tensor ``number`` in its item ``key``."""
     return _with_leaf(value, {"leaf": number} if key is None else {"leaf": number, "key": key}, new)
 
 
@@ -48,21 +48,21 @@ def tensors(value: Any) -> list[Any]:
 
 
 class _Statement(NamedTuple):
-    """A statement, with what is inside it, if it is a ``with``; the occurrence and the grad mode that it stands in; the user's line."""
+    """A statement of the source."""
 
     text: str
-    inside: tuple[_Statement, ...] | None
-    at: int
-    no_grad: bool
-    line: int | None
+    inside: tuple[_Statement, ...] | None  # the body of a ``with`` statement
+    at: int  # the occurrence at which it runs
+    no_grad: bool  # whether it runs under ``torch.no_grad()``
+    line: int | None  # the line of the user's block
 
 
 def python_of(job: Job, text_of_line: Callable[[int], str]) -> str:
-    """Return the source of a function ``program(model, *args, **kwargs)`` that does what ``job`` does.
+    """Return the source of a function ``program(model, *args, **kwargs)`` that does the same as ``job``.
 
     Args:
-        job: A program: a job of one run.
-        text_of_line: Returns the text of a line of the user's block, or nothing.
+        job: A program, which is a job with one run.
+        text_of_line: Returns the text of a line of the user's block, or an empty string.
     """
     return _Writer(job, text_of_line).source()
 
@@ -71,7 +71,7 @@ class _Writer:
     def __init__(self, job: Job, text_of_line: Callable[[int], str]) -> None:
         self._job, self._text_of_line = job, text_of_line
         self._inputs = inputs_of(job)
-        self._line: int | None = None  # the latest one that was named
+        self._line: int | None = None  # the line of the user's block in the latest comment
 
     def source(self) -> str:
         """Return the whole text."""
@@ -97,7 +97,7 @@ class _Writer:
         return ["model", "*args", *constants, *sorted(self._inputs), "**kwargs"]
 
     def _blocks(self) -> list[list[str]]:
-        """Return the lines of each block; the second one and those behind it see all rows."""
+        """Return the source lines of each block. Blocks after the first are invokes without input, which see all rows."""
         found: dict[int, list[tuple[int, Node]]] = {}
         for number, node in enumerate(self._job.nodes):
             found.setdefault(node["block"], []).append((number, node))
@@ -119,7 +119,7 @@ class _Writer:
 
     def _statements(self, nodes: Iterator[tuple[int, Node]], at: int = 0) -> Iterator[_Statement]:
         for number, node in nodes:
-            if node["do"] == "const":  # is written where it is used
+            if node["do"] == "const":  # expressions use constants by their names
                 continue
             at = node.get("at", at)
             inside = None
@@ -143,11 +143,11 @@ class _Writer:
             text += f"  # line {statement.line}{': ' * bool(user)}{user}"
         yield text
         if statement.inside is not None:
-            inside = [part._replace(at=0) for part in statement.inside]  # the occurrence is that of the pass
+            inside = [part._replace(at=0) for part in statement.inside]  # the `with` statement of the pass is in the loop already
             yield from self._written(inside, depth + 1) if inside else ["    " * (depth + 1) + "pass"]
 
     def _text(self, number: int, node: Node) -> str:
-        """Return the statement of a node, or the header of the ``with`` that it is."""
+        """Return the statement for a node. For a backward pass it is the header of a ``with`` statement."""
         name, copied = f"v{number}", ".clone()" if node.get("copy") else ""
         match node["do"]:
             case "weight":
@@ -212,7 +212,7 @@ class _Writer:
         return f"format({value}.item(), {piece['format']!r})" if piece.get("format") else value
 
     def _value(self, tree: Any) -> str:
-        """Return a nested value as Python."""
+        """Return the expression for a nested value."""
         return value_text(tree, self._reference)
 
     def _reference(self, number: int, output: int) -> str:
@@ -227,5 +227,5 @@ def _location(site: str) -> str:
 
 
 def _path(path: str) -> str:
-    """Return the expression of a module, or of a location; the name of the root is ``model``."""
+    """Return the expression for a module or a location. The name of the root module is ``model``."""
     return "model" + "".join(f"[{part}]" if part.isdecimal() else f".{part}" for part in path.split(".")[1:])

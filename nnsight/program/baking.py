@@ -1,8 +1,9 @@
-"""Baking: the edits of a model as Python of its modules, which runs without this package.
+"""Baking: the edits of a model become hooks of its modules. A graph that ``torch.export`` makes of the modules needs no nnsight.
 
-The nodes of a program that stand at one location become a function, which is a forward hook of the module there (or a pre-hook, for its
-input). The functions are text that is written from the nodes and compiled: it names operators of torch and nothing else, so
-``torch.compile`` and ``torch.export`` trace it like any hook. Values that a later location uses wait in a dict while the model runs.
+The nodes of a program at one location are a *segment*. A segment becomes a function, which is registered as a forward hook of the module
+at that location, or as a forward pre-hook if the location is an input. The source of the function is generated from the nodes. It contains
+only calls of torch operators and of small helpers, so ``torch.compile`` and ``torch.export`` trace it like any hook. Values that later
+segments use are kept in a dict while the model runs.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .format.payload import Job
 from .format.trees import references
 from .python_text import operator_text, returns_several, value_text
 
-#: Kinds of nodes that a hook cannot be.
+#: Kinds of nodes that hooks cannot express, and the words for them in errors.
 _REFUSED = {
     "barrier": "blocks that wait for each other",
     "stop": "`tracer.stop()`",
@@ -36,7 +37,7 @@ _numbers = itertools.count()
 
 
 class Segment:
-    """The nodes of a block that run at one location."""
+    """The numbered nodes of a block that run at one location, the ``site``."""
 
     def __init__(self, site: str) -> None:
         self.site = site
@@ -44,21 +45,21 @@ class Segment:
 
 
 def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> torch.nn.Module:
-    """Return a copy of ``module`` that shares its weights and has the program ``job`` as hooks.
+    """Return a copy of ``module`` that shares its weights and runs the program ``job`` in hooks.
 
     Args:
         module: The model.
         job: A program without saved values.
-        values: The tensors that it takes by name. They become buffers of the copy, or parameters if they require gradients:
-            ``edit_alpha`` for ``alpha``.
+        values: The inputs and constants of the program, by name. They become buffers of the copy, or parameters if they require gradients.
+            The buffer for ``alpha`` is ``edit_alpha``.
 
     Raises:
-        InvalidProgramError: If the program has something that is no part of a model, such as gradients or prints.
+        InvalidProgramError: If hooks cannot express the program, for instance because it computes gradients or prints.
     """
     kept = [*module.parameters(), *module.buffers()]
     try:
         baked = copy.deepcopy(module, {id(tensor): tensor for tensor in kept})
-    except Exception as error:  # one that FSDP has sharded, say
+    except Exception as error:  # such as that of a module that FSDP has sharded
         raise InvalidProgramError(f"These edits cannot be baked: the model cannot be copied: {error}") from error
     names = {}
     for name, tensor in values.items():
@@ -82,10 +83,10 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
 
 
 def check_applied(module: torch.nn.Module, job: Job) -> None:
-    """Check that the modules which a program applies have no hooks: those of a copy of ``module`` are the program itself.
+    """Check that the modules that a program applies have no hooks. In a copy of ``module``, the hooks are the program itself.
 
     Raises:
-        InvalidProgramError: If one has.
+        InvalidProgramError: If an applied module has hooks.
     """
     for node in job.nodes:
         if node["do"] == "apply":
@@ -96,7 +97,7 @@ def check_applied(module: torch.nn.Module, job: Job) -> None:
 
 
 def _free_name(module: torch.nn.Module, first: str) -> str:
-    """Return ``first``, with a number if the module has an attribute of this name."""
+    """Return ``first``, with a number appended if the module already has an attribute of this name."""
     names = itertools.chain([first], (f"{first}_{number}" for number in itertools.count(2)))
     return next(name for name in names if not hasattr(module, name))
 
@@ -105,7 +106,7 @@ def segments(job: Job) -> Iterator[Segment]:
     """Yield the segments of each block in order.
 
     Raises:
-        InvalidProgramError: With the line of a node that cannot be in a segment, and the reason.
+        InvalidProgramError: If hooks cannot express a node. The message has the line of the node and the reason.
     """
     for block in range(job.runs[0]["blocks"]):
         waiting: list[tuple[int, Node]] = []  # nodes before the first location
@@ -119,8 +120,8 @@ def segments(job: Job) -> Iterator[Segment]:
             if "site" in node and (segment is None or node["site"] != segment.site):
                 if node["at"] or "inside" in node or ".source." in node["site"] or node["site"] == "result":
                     raise InvalidProgramError(
-                        f"line {node.get('line', '?')} is at `{node['site']}.i{node['at']}`, and only the first input and output of "
-                        "modules in each call of the model can be used."
+                        f"line {node.get('line', '?')} is at `{node['site']}.i{node['at']}`. Only the first input and output of a "
+                        "module in each call of the model can be used."
                     )
                 if segment is not None:
                     yield segment
@@ -132,9 +133,9 @@ def segments(job: Job) -> Iterator[Segment]:
 
 
 def _give_own_class(module: torch.nn.Module) -> None:
-    """Give a module a subclass of its class.
+    """Change the class of a module to a subclass of it that no other module has.
 
-    Dynamo has no guards on hooks: it would take what it compiled for another module of the class for this one.
+    Dynamo has no guards on hooks. Without the subclass, it would reuse code that it compiled for another module of the class.
     """
     kind = type(module)
     if not hasattr(kind, "_is_baked"):
@@ -143,10 +144,10 @@ def _give_own_class(module: torch.nn.Module) -> None:
 
 
 def hook(root: torch.nn.Module, state: dict[str, Any], segment: Segment, run: Callable[..., Any]) -> str:
-    """Let ``run`` change the values at the location of a segment, the first time in each call of ``root``.
+    """Register ``run`` as a hook at the location of a segment. It runs at the first occurrence in each call of ``root``.
 
     Returns:
-        What is in the state once it has.
+        The key of ``state`` that is present after the hook has run.
     """
     path, _, side = segment.site.rpartition(".")
     name = path.partition(".")[2]
@@ -184,9 +185,9 @@ def hook(root: torch.nn.Module, state: dict[str, Any], segment: Segment, run: Ca
 
 
 def compiled_segment(job: Job, segment: Segment, names: dict[str, str] | None) -> Callable[..., Any]:
-    """Return the function ``(value, root, state)`` of a segment, which returns the value as it leaves the location.
+    """Return the function ``(value, root, state)`` of a segment. It returns the value that replaces ``value`` at the location.
 
-    Constants are attributes of the root, by ``names``; without these they are in the state.
+    With ``names``, constants are read from the attributes of ``root`` that it maps them to. Without, they are read from ``state``.
     """
     return _function("edit", _lines(job, segment, names))
 
@@ -203,7 +204,7 @@ def _function(name: str, lines: Iterable[str]) -> Callable[..., Any]:
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     known = {"torch": torch, "leaf": _leaf, "with_leaf": _with_leaf, "device_of": _device_of, "tensors": _tensors}
     known |= {"check": _check, "check_lists": _check_lists}
-    exec(compile(text, filename, "exec"), known)  # written here, from a checked program
+    exec(compile(text, filename, "exec"), known)  # this module wrote the text, from a checked program
     made: Callable[..., Any] = known[name]  # type: ignore[assignment]
     return made
 
@@ -270,7 +271,7 @@ def _statement(job: Job, number: int, node: Node, names: dict[str, str] | None) 
 
 
 def _place(node: Node) -> str:
-    """Return the arguments that name a leaf of a value, which is in an item of it if that has keys."""
+    """Return the arguments of ``leaf`` and ``with_leaf`` for the leaf that a node names."""
     return f"value, {node.get('key')!r}, {node['leaf']}"
 
 
@@ -279,14 +280,14 @@ def _getter(path: str) -> str:
 
 
 def _reference(job: Job) -> Callable[[int, int], str]:
-    """Return a function that returns the variable of what a node makes."""
+    """Return a function that maps an output of a node to the expression for it."""
     return lambda node, output: f"v{node}[{output}]" if returns_several(job.nodes[node]) else f"v{node}"
 
 
-# -- what the functions call -------------------------------------------------------------------------------------------
+# -- helpers that the functions call -----------------------------------------------------------------------------------
 
 
-#: Dynamo does not know the name of their classes.
+#: Types that are not caches. They are tested first, because dynamo cannot look up the names of their classes.
 _NO_CACHES = (torch.Tensor, dict, list, tuple, type(None), bool, int, float, str)
 
 
@@ -295,7 +296,7 @@ def _is_cache(value: Any) -> bool:
 
 
 def _leaf(value: Any, key: str | None, number: int) -> Any:
-    """Return leaf ``number`` of a nested value, or of its item at ``key``."""
+    """Return leaf ``number`` of a nested value, or of its item ``key``."""
     value = value if key is None else value[key]
     if isinstance(value, torch.Tensor):
         return value
@@ -305,7 +306,7 @@ def _leaf(value: Any, key: str | None, number: int) -> Any:
 
 
 def _with_leaf(value: Any, key: str | None, number: int, new: torch.Tensor) -> Any:
-    """Return ``value`` with ``new`` as leaf ``number``, or as that of its item at ``key``."""
+    """Return ``value`` with ``new`` in place of leaf ``number``, or of leaf ``number`` in its item ``key``."""
     if isinstance(value, torch.Tensor):
         return new
     if number == 0 and type(value) is tuple and value and isinstance(value[0], torch.Tensor):
@@ -329,11 +330,11 @@ def _device_of(value: Any) -> torch.device | None:
 
 def _check(tensor: torch.Tensor, dim: int, size: int) -> None:
     if tensor.shape[dim] != size:
-        raise ValueError(f"The edits were recorded where dimension {dim} was {size}, and looked at that; here it is {tensor.shape[dim]}.")
+        raise ValueError(f"The edits looked at dimension {dim}, which was {size} when they were recorded and is {tensor.shape[dim]} here.")
 
 
 def _lists_in(value: Any) -> list[int]:
-    """As :func:`~nnsight.program.run.occurrences.lists_in`, in Python that dynamo follows."""
+    """Do the same as :func:`~nnsight.program.run.occurrences.lists_in`, in Python that dynamo can trace."""
     if not isinstance(value, (list, tuple, dict)):
         return []
     items = list(value.values()) if isinstance(value, dict) else list(value)
@@ -346,4 +347,4 @@ def _lists_in(value: Any) -> list[int]:
 def _check_lists(value: Any, lists: list[int]) -> None:
     found = _lists_in(value)
     if found != lists:
-        raise ValueError(f"The edits were recorded where the lists in this value had the lengths {lists}; here they have {found}.")
+        raise ValueError(f"The lists in this value had the lengths {lists} when the edits were recorded, and have {found} here.")

@@ -1,4 +1,4 @@
-"""A program bound to a model: a function of the model's input and of the program's named inputs."""
+"""Bound programs: a program and a model, as a function of the model's input and of the program's named inputs."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from ..fx.replay.known_runs import KnownRuns
 
 
-#: Kinds of nodes that do something beside the graph of a compiled model, so that it is not enough to call that.
-_BESIDES = frozenset({"log", "stop", "barrier", "backward"})
+#: Kinds of nodes with effects outside the graph of a compiled model. A program with such a node is interpreted in each call.
+_OUTSIDE_GRAPH = frozenset({"log", "stop", "barrier", "backward"})
 
 
-class _Interpreter(Interpreter):
-    """Interprets a program on tensors of the caller, to which gradients flow."""
+class _BoundInterpreter(Interpreter):
+    """Interprets a program on tensors of the caller. Gradients flow to these tensors."""
 
     def _require_grad(self, node: Node) -> None:
         source = node["value"]["ref"][0]
@@ -44,7 +44,7 @@ class _Interpreter(Interpreter):
 
 
 class Inputs:
-    """The values of the tensors that a program takes: its named inputs, constants, and weights of the model."""
+    """The tensors that a program uses: its named inputs, its constants, and weights of the model."""
 
     def __init__(self, job: Job, model: NNsight) -> None:
         self._model = model
@@ -55,23 +55,23 @@ class Inputs:
         self._placed: dict[str, torch.Tensor] | None = None
 
     def placed(self, anew: bool = False) -> dict[str, torch.Tensor]:
-        """Return the values by name, where the model is, or ``anew``, was at the time of the latest call that asked."""
+        """Return the inputs and constants by name, on the device of the model. Only with ``anew`` is that device looked up again."""
         if anew or self._placed is None:
             self.device = device_of(self._model._module)
             self._placed = None
             placed = {name: value.to(self.device) for name, value in self.values.items()}
             if any(placed[name] is not value for name, value in self.values.items()):
-                return placed  # copies, which would not follow an edit of the values
+                return placed  # not cached: a copy would miss later in-place edits of the value
             self._placed = placed
         return self._placed
 
     def put(self, name: str, value: Any) -> torch.Tensor:
-        """Give the input ``name`` another value, from the next call on, and return it as a tensor; errors are those of :meth:`checked`."""
+        """Set the value of the input ``name`` for later calls, and return it as a tensor. Raises the errors of :meth:`checked`."""
         self.values[name], self._placed = self.checked(name, value), None
         return self.values[name]
 
     def weights(self) -> list[torch.Tensor]:
-        """Return the weights."""
+        """Return the weights of the model that the program uses."""
         module = self._model._module
         parts = [name.rpartition(".") for name in self._weights]
         return [getattr(module.get_submodule(path), attribute) for path, _, attribute in parts]
@@ -80,7 +80,8 @@ class Inputs:
         """Return ``value`` as a tensor for the input ``name``.
 
         Raises:
-            TypeError: If it is neither a number nor a tensor of the dtype and the number of dimensions that the program was recorded with.
+            TypeError: If ``value`` is neither a tensor with the dtype and number of dimensions of the recording, nor a number for an
+                input without dimensions.
         """
         like = self.values[name]
         if type(value) in (int, float) and like.dim() == 0:
@@ -93,19 +94,19 @@ class Inputs:
         raise TypeError(
             f"The input `{name}` was recorded as a {'float or ' if like.dim() == 0 else ''}tensor of {like.dtype} with {like.dim()} "
             f"dimensions, and is given {found}. {f'Pass `value.to({like.dtype})`, or r' if other_dtype else 'R'}ecord the program with "
-            "a value like this."
+            "such a value."
         )
 
 
 class BoundProgram:
-    """A program as a function of one model; made by :meth:`nnsight.Program.bind`.
+    """A program as a function of the input of one model. :meth:`nnsight.Program.bind` makes it.
 
     A call takes the input of the model as ``model.trace(...)`` does, and values of the named inputs by name. It returns the saved values
-    by name. On a compiled model, calls after the first one for a captured graph run the lowered graph and no Python of the program.
+    by name. On a compiled model, the first call for a captured graph interprets the program. Later calls run only the lowered graph.
 
     Attributes:
         report: How the latest call ran.
-        inputs: The values of what it takes.
+        inputs: The tensors that the program uses.
     """
 
     def __init__(self, job: Job, model: NNsight, inputs: Sequence[str], values: dict[str, torch.Tensor] | None = None) -> None:
@@ -114,35 +115,35 @@ class BoundProgram:
         self._unnamed = frozenset(inputs_of(job).keys() - {*inputs, *forward})
         self.inputs = Inputs(job, model)
         self.inputs.values |= values or {}
-        self._runs: KnownRuns | None = None  # what is known of runs on the compiled model
+        self._runs: KnownRuns | None = None  # effects of earlier runs on the compiled model
         kinds = {node["do"] for node in job.nodes}
         self._differentiates = "backward" in kinds
-        self._is_pure = kinds.isdisjoint(_BESIDES)  # whether all that it does is in the graph
+        self._is_pure = kinds.isdisjoint(_OUTSIDE_GRAPH)  # whether all its effects are in the graph
         self.report = Report()
         self._inlined: InlinedProgram | None = None
 
     def make_inlinable(self) -> None:
-        """Let functions under ``torch.compile`` have calls in their graphs, if the program can be hooks of the model's modules."""
-        self.inputs.placed(anew=True)  # finds the device of the model
+        """Let dynamo trace calls into the graph of a function under ``torch.compile``, if hooks of modules can express the program."""
+        self.inputs.placed(anew=True)  # looks up the device of the model
         with contextlib.suppress(InvalidProgramError):
             self._inlined = InlinedProgram(self._model._module, self._job)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Run the model with the program; return the saved values by name.
+        """Run the model with the program, and return the saved values by name.
 
-        In a function under ``torch.compile``, the call is part of that function's graph; the input is then what the module takes, without
-        a tokenizer. A program that prints, stops the model, has gradients or several invokes, or looks into generations or ``.source``,
-        runs as Python beside the graph, and is an error with ``fullgraph=True``.
+        In a function under ``torch.compile``, the call becomes part of the graph of that function. The input is then the input of the
+        module itself, such as token ids. Some programs break the graph and run as Python, which is an error with ``fullgraph=True``: those
+        that print, stop the model, compute gradients, or have several invokes, and those of generations or of ``.source``.
 
         Raises:
-            TypeError: If the value of an input does not fit the program, or `bind` was not given its name.
+            TypeError: If the value of an input does not fit the program, or if ``bind`` was not given its name.
             InvalidProgramError: If the program does not fit the input of the model.
             ExecutionFailedError: If the program fails while it runs.
         """
         given = {name: self.inputs.checked(name, kwargs.pop(name)) for name in self._names if name in kwargs}
         for name in kwargs:
             if name in self._unnamed:
-                raise TypeError(f"`{name}` is an input of the program: name it, as in `program.bind(model, inputs=[{name!r}])`.")
+                raise TypeError(f"`{name}` is an input of the program that `bind` was not given: `program.bind(model, inputs=[{name!r}])`.")
         if is_compiling() and self._inlined is not None:
             values = {**self.inputs.values, **given}
             return self._inlined({name: value.to(self.inputs.device) for name, value in values.items()}, args, kwargs)
@@ -160,7 +161,7 @@ class BoundProgram:
     def run(
         self, driver: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, torch.Tensor], returns: bool = False
     ) -> tuple[Any, dict[str, Any]]:
-        """Run ``driver`` on prepared arguments; return the output of the model, if ``returns``, and the saved values by name."""
+        """Run ``driver`` on prepared arguments. Return the output of the model (if ``returns``) and the saved values by name."""
         inputs = self.inputs
         compiled = self._is_pure and getattr(driver, "replays", None) is not None
         if compiled and self._runs is not None:
@@ -195,9 +196,9 @@ class BoundProgram:
         returns: bool = False,
         journal: Any = None,
     ) -> tuple[Any, dict[str, Any], dict[str, torch.Tensor]]:
-        """Run the nodes one by one; return the output of the model, the trees of the saved values, and the tensors in them."""
+        """Run the model and interpret the nodes. Return the output of the model, the trees of the saved values, and their tensors."""
         job = replace(self._job, tensors=constants)
-        interpreter = _Interpreter(self._model, job, Limits(seconds=float("inf")))
+        interpreter = _BoundInterpreter(self._model, job, Limits(seconds=float("inf")))
         interpreter.on_log = print
         blocks = interpreter.mediators(0)
         if journal is not None:
@@ -223,11 +224,11 @@ class BoundProgram:
 
 
 def check_names(job: Job, names: Sequence[str], fixed: dict[str, str]) -> None:
-    """Raise an :class:`InvalidProgramError` unless a program has the inputs ``names``; ``fixed`` says why some are none."""
+    """Raise an :class:`InvalidProgramError` unless a program has the inputs ``names``. ``fixed`` has the reasons, by name."""
     there = inputs_of(job)
     for name in names:
         if name in there:
             continue
-        why = fixed.get(name, "no call of torch in the block uses a tensor or a float of this name from outside")
+        why = fixed.get(name, "no call of torch in the block uses a tensor or a float from outside that has this name")
         has = f"Its inputs are {', '.join(sorted(there))}." if there else "It has no inputs."
-        raise InvalidProgramError(f"`{name}` is no input of this program: {why}. {has}")
+        raise InvalidProgramError(f"`{name}` is not an input of this program: {why}. {has}")

@@ -1,4 +1,4 @@
-"""Compiled edits: the edits of a model as one program, which its calls run instead of their Python."""
+"""Compiled edits: calls of a compiled model run its edits as one program, instead of running their Python."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from .run.fake_runs import input_key
 
 
 class Params(MutableMapping[str, torch.Tensor]):
-    """The tensors and floats that edits found outside, by name. A new value takes effect at the next call; nothing is compiled for it.
+    """The tensors and floats that the edits take from outside, by name. A new value takes effect at the next call, without a compilation.
 
-    Floats are tensors without dimensions here. A tensor is the user's own: an edit of it in place takes effect, too.
+    A float is a tensor without dimensions here. Tensors are the user's own objects, so in-place edits of them take effect, too.
     """
 
     def __init__(self) -> None:
         self._values: dict[str, torch.Tensor] = {}
-        self._given: dict[str, Any] = {}  # before the edits were recorded
+        self._given: dict[str, Any] = {}  # values that were set before the edits were recorded
         self._fixed: dict[str, str] = {}
         self._programs: list[BoundProgram] = []
-        self._why_none = ""  # why the edits are no program
+        self._why_none = ""  # the reason why the edits cannot be a program
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._values[self._known(name)]
@@ -44,7 +44,7 @@ class Params(MutableMapping[str, torch.Tensor]):
         self._known(name)
         for program in self._programs:
             if name in program.inputs.values:
-                value = self._values[name] = program.inputs.put(name, value)  # one tensor for all of them
+                value = self._values[name] = program.inputs.put(name, value)  # all programs share one tensor
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("A parameter of edits cannot be deleted: set it to another value.")
@@ -59,14 +59,14 @@ class Params(MutableMapping[str, torch.Tensor]):
         if name in self._values:
             return name
         if self._why_none:
-            raise KeyError(f"`{name}`: these edits have no parameters, as they cannot be a program: {self._why_none}")
+            raise KeyError(f"`{name}`: these edits have no parameters, because they cannot be a program: {self._why_none}")
         if not self._programs:
             raise KeyError(f"`{name}`: the parameters are known after the first call of the model.")
-        why = self._fixed.get(name, "no call of torch in the edits uses a tensor or a float of this name from outside")
-        raise KeyError(f"`{name}` is no parameter of the edits: {why}. The parameters are {', '.join(self) or 'none'}.")
+        why = self._fixed.get(name, "no call of torch in the edits uses a tensor or a float from outside that has this name")
+        raise KeyError(f"`{name}` is not a parameter of the edits: {why}. The parameters are {', '.join(self) or 'none'}.")
 
     def add(self, program: BoundProgram, values: dict[str, torch.Tensor], fixed: dict[str, str]) -> None:
-        """Take the parameters of a program that has just been recorded."""
+        """Add the parameters of a program that has just been recorded."""
         self._programs.append(program)
         self._fixed |= fixed
         for name, value in values.items():
@@ -75,20 +75,20 @@ class Params(MutableMapping[str, torch.Tensor]):
         for name, value in given.items():
             self[name] = value
 
-
-    def leave(self, why: str) -> None:
-        """Have no parameters, because the edits cannot be a program; raise a :class:`KeyError` if one was set already."""
+    def give_up(self, why: str) -> None:
+        """Drop all parameters because the edits cannot be a program. Raise a :class:`KeyError` if the user has set one before."""
         self._programs, self._values, self._why_none = [], {}, why
         for name in self._given:
             self._known(name)
 
 
 class CompiledEdits:
-    """The edits of one model as programs: one for all inputs, or one for each size of input if a block looks at sizes.
+    """The edits of one model as programs: one program for all inputs, or one for each size of the input if an edit reads sizes.
 
     Attributes:
-        params: See :class:`Params`.
+        params: The parameters of the edits.
         edits: The edits.
+        are_same_at_each_step: Whether each edit is a loop over all steps that does the same in each step.
     """
 
     def __init__(self, model: NNsight) -> None:
@@ -96,22 +96,22 @@ class CompiledEdits:
         self.edits: list[Edit] = list(model._edits)
         self._general: BoundProgram | None = None
         self._by_size: dict[Any, BoundProgram] = {}
-        self._python = False  # whether the edits run as Python after all
+        self._python = False  # whether the edits run as Python because they cannot be a program
         self.are_same_at_each_step = all(edit.block.is_same_at_each_step for edit in self.edits)
 
     def generate(self, model: NNsight, generation: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``generation``, in which each call of ``model`` has the edits, which must be the same at each step."""
+        """Call ``generation``, and run the edits in each of its calls of ``model``. The edits must do the same in each step."""
         driver: Any = model._driver(True)
         return driver.call_function(generation, args, kwargs, functools.partial(self.call, model))
 
     def call(self, model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call ``model``, compiled, with the program of its edits spliced into its graph; return what it returns."""
+        """Call the compiled ``model`` with the program of its edits spliced into its graph, and return its output."""
         if self._python:
             return model._call_edited(None, args, kwargs)
         program = self._general
         if program is None:
             key = input_key(args, kwargs)
-            if key is None and self._by_size:  # sizes in a cache, or in an object of the user
+            if key is None and self._by_size:  # the sizes in a cache, or in an object of the user, are unknown
                 return model._call_edited(None, args, kwargs)
             program = self._by_size.get(key) or self._recorded(model, args, kwargs, key)
             if program is None:
@@ -119,20 +119,20 @@ class CompiledEdits:
         return program.run(model._driver(None), args, kwargs, {}, returns=True)[0]
 
     def _recorded(self, model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any], key: Any) -> BoundProgram | None:
-        """Record the edits for these arguments; return ``None`` if they cannot be a program."""
+        """Return the program of the edits, recorded for these arguments, or ``None`` if they cannot be a program."""
         try:
             job, values, fixed = _record(model, args, kwargs)
-        except Exception as error:  # if it is a mistake in an edit, the edit raises it as Python
+        except Exception as error:  # a mistake in an edit raises its error again when the edit runs as Python
             self._python = True
             filename, line = user_position_now()
             text = f"The edits of this compiled model run as Python in each call, because they cannot be a program: {error}"
             warnings.warn_explicit(text, UncompiledWarning, filename, line)
-            self.params.leave(str(error))
+            self.params.give_up(str(error))
             return None
         named = {name: tensor for name, tensor in values.items() if name.isidentifier()}
         program = BoundProgram(job, model, sorted(named), values)
         self.params.add(program, named, fixed)
-        if _looks_at_sizes(job):
+        if any(node["do"] == "size" for node in job.nodes):  # the program depends on sizes of the input
             self._by_size[key] = program
         else:
             self._general = program
@@ -140,9 +140,9 @@ class CompiledEdits:
 
 
 def baked_edits(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.nn.Module:
-    """Return the module of ``model`` with its edits baked in; see :meth:`.Editable.bake`."""
+    """Return a copy of the module of ``model`` with its edits baked in; see :meth:`.Editable.bake`."""
     if not model._edits:
-        raise ValueError("This model has no edits to bake: `with model.edit() as edited:` puts them on a copy. Bake that one.")
+        raise ValueError("This model has no edits to bake: `with model.edit() as edited:` puts them on a copy. Bake that copy.")
     if hasattr(model, "dispatch"):
         model.dispatch()
     model._sync()
@@ -152,7 +152,7 @@ def baked_edits(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -
         if getattr(model._module, "main_input_name", None) not in {None, *kwargs}:  # that of transformers is for models of text
             kwargs = {}
         if not kwargs:
-            raise ValueError("bake() needs an example of the input, as in `edited.bake(x)`, to know the sizes that the edits work on.")
+            raise ValueError("bake() needs an example of the input, as in `edited.bake(x)`, because it records the edits for its sizes.")
     args, kwargs = model._prepare_input(*args, **kwargs)[:2]
     try:
         job, values, _ = _record(model, args, kwargs)
@@ -171,7 +171,3 @@ def _record(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     tracer = ModelTracer(lambda: model._driver(None), model._scanned, model, args, kwargs, None, model)
     tracer._entered = True
     return record_edits(tracer)
-
-
-def _looks_at_sizes(job: Job) -> bool:
-    return any(node["do"] == "size" for node in job.nodes)

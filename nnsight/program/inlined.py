@@ -1,7 +1,8 @@
-"""Bound programs in a function under ``torch.compile``: the program as hooks that dynamo traces with the model into the user's graph.
+"""Bound programs in a function under ``torch.compile``.
 
-The hooks are those of :mod:`nnsight.program.baking`. They are on copies of the hooked modules and of the modules around these. A copy
-shares the parameters and buffers of the original, and has the attributes of the original at each call.
+The program becomes hooks of modules (:mod:`nnsight.program.baking`). Dynamo traces them, together with the model, into the user's graph.
+The hooks are on copies of the hooked modules and of all modules that contain them. A copy shares the parameters and buffers of the
+original. Its other attributes are updated from the original at each call.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ from .baking import check_applied, compiled_saves, compiled_segment, hook, segme
 from .format.errors import ExecutionFailedError, InvalidProgramError
 from .format.payload import Job
 
-#: Dicts of a module that its copy has for itself.
-_OWN = (
+#: Dicts of a module that are copied with it, so that changes of the copy do not affect the original.
+_COPIED_DICTS = (
     "_modules", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs",
 )  # fmt: skip
 
-
-#: What the copy of a module shares with the original, or has for itself; it follows all other attributes.
+#: Attributes that a copy shares with the original, or that it does not take from it. All others are updated at each call.
 _NOT_FOLLOWED = (vars(torch.nn.Module()).keys() - {"training"}) | {"_call_impl", "forward"}
 
 
 class _Copy(NamedTuple):
-    """A copy of a module: which attributes follow those of the original, and the children that it had when it was copied."""
+    """A copy of a module, the attributes that are updated from the original, and the children at the time of the copy."""
 
     path: str
     original: torch.nn.Module
@@ -40,13 +40,13 @@ class InlinedProgram:
     """A program of one invoke as a function that dynamo can trace: ``(values of constants, args, kwargs) -> saved values by name``.
 
     Raises:
-        InvalidProgramError: If the program cannot be hooks.
+        InvalidProgramError: If hooks cannot express the program.
     """
 
     def __init__(self, module: torch.nn.Module, job: Job) -> None:
         run, blocks = job.runs[0], {node["block"] for node in job.nodes}
-        if run["call"] != "trace" or len(blocks) > 1 or run["blocks"] > 2:  # the block of the trace, and that of an invoke in it
-            raise InvalidProgramError("Programs of generations and of several invokes cannot be hooks.")
+        if run["call"] != "trace" or len(blocks) > 1 or run["blocks"] > 2:  # two blocks: that of the trace, and that of its invoke
+            raise InvalidProgramError("Hooks cannot express a program of a generation, or of several invokes.")
         check_applied(module, job)
         self._state: dict[str, Any] = {}
         self._copies: list[_Copy] = []
@@ -67,9 +67,9 @@ class InlinedProgram:
             for name, child in children:
                 if original._modules[name] is not child:
                     where = f"{path}{name}"
-                    raise InvalidProgramError(f"The model has another module at `{where}` than when the program was bound: bind it again.")
+                    raise InvalidProgramError(f"The module at `{where}` was replaced after the program was bound: bind the program again.")
         state = self._state
-        state.clear()  # of a call that failed
+        state.clear()  # a failed call may have left values
         for name, value in values.items():
             state[f"const {name}"] = value
         self._root(*args, **kwargs)
@@ -83,14 +83,14 @@ class InlinedProgram:
     def _copied(self, module: torch.nn.Module, path: str, below: set[str]) -> torch.nn.Module:
         """Return a copy of the module at ``path`` for hooks at the modules ``below`` it."""
         own = vars(module)
-        if "forward" in own and below != {""}:  # it belongs to the original, and calls the modules in that
-            raise InvalidProgramError(f"The module `{path}` has a forward of its own.")
+        if "forward" in own and below != {""}:  # such a `forward` is bound to the original, and would call its children
+            raise InvalidProgramError(f"The module `{path}` has an attribute `forward`, which a copy cannot call.")
         try:
             made = copy.copy(module)
-        except Exception as error:  # one that FSDP has sharded, say
+        except Exception as error:  # such as that of a module that FSDP has sharded
             raise InvalidProgramError(f"The module `{path}` cannot be copied: {error}") from error
-        made.__dict__.pop("_call_impl", None)  # of a run that is under way
-        for name in _OWN:
+        made.__dict__.pop("_call_impl", None)  # an active run sets it
+        for name in _COPIED_DICTS:
             made.__dict__[name] = own[name].copy()
         attributes = tuple(name for name in own if name not in _NOT_FOLLOWED)
         self._copies.append(_Copy(path, module, made, attributes, tuple(module._modules.items())))  # type: ignore[arg-type]

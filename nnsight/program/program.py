@@ -1,7 +1,7 @@
-"""Programs as files: recorded blocks that can be printed, shared and run on other inputs.
+"""Programs: recorded blocks that can be printed, stored, shared and run on other inputs.
 
-A program is a recorded block (:mod:`~nnsight.program.record.recorder`) without its inputs. It names locations, modules and weights of the
-model, and operators of a fixed table. So loading one runs nothing, and ``print`` shows everything that it does.
+A program is a recorded block (:mod:`~nnsight.program.record.recorder`) without the input of the model. It names locations, modules and
+weights of the model, and operators of a fixed table. So loading a program runs nothing, and ``print`` shows everything that it does.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from .run.validation import check_parts
 class Program:
     """An intervention as data.
 
-    Get one with ``with model.trace(x, remote="program") as tracer:`` as ``tracer.program``, or with :meth:`load`.
+    ``tracer.program`` is the program of a trace, such as ``with model.trace(x, remote="program") as tracer:``. :meth:`load` reads a file.
 
     Args:
-        job: A job of one run; its inputs are left out.
-        fixed: Why names of the block are no inputs.
+        job: A job with one run. The input of the model is left out.
+        fixed: Reasons why names of the block are not inputs, by name.
         block: The block that was recorded.
-        holes: Where Python got a value, and made of it what is a constant of the job.
+        holes: Places where Python got the value of a tensor. Results that Python computed from it are constants of the job.
 
     Raises:
         ValueError: If the job has several runs.
@@ -68,7 +68,7 @@ class Program:
     # -- files -----------------------------------------------------------------------------------------------------
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the program to a file, in the format that servers take: one safetensors file, nothing pickled.
+        """Write the program to one safetensors file, in the format that servers accept. Nothing is pickled.
 
         Raises:
             NotExpressibleError: If the program has holes.
@@ -82,20 +82,20 @@ class Program:
 
         Raises:
             FileNotFoundError: If there is no such file.
-            InvalidProgramError: If it is no program, or damaged.
+            InvalidProgramError: If the file is damaged or does not contain a program.
         """
         return Program(decode(Path(path).read_bytes()))
 
     def to_json(self) -> str:
-        """Return the program as JSON, with the names of constants and without their values."""
+        """Return the program as JSON, with the names of its constants but without their values."""
         return json.dumps(self._job.content(), indent=1)
 
     def _check_whole(self) -> None:
         """Raise a :class:`NotExpressibleError` if the program has holes."""
         if self.holes:
             raise NotExpressibleError(
-                f"{self.holes[0]}. What Python made of the value is a constant of this program, which is right for the input of its trace "
-                "only, so the program can be printed and not be saved, run or applied. Decide with `torch.where`, and compute with torch."
+                f"{self.holes[0]}. The results that Python computed from the value are constants of this program, and right for the input "
+                "of its trace only. So it can be printed, but not saved, run or applied. Decide with `torch.where`, and compute with torch."
             )
 
     def __eq__(self, other: object) -> bool:
@@ -105,30 +105,30 @@ class Program:
         return hash(self._meaning())
 
     def _meaning(self) -> bytes:
-        """Return what the program does, whatever the user's lines and the names of its inputs, as bytes."""
+        """Return bytes that are equal for programs with equal effects. They depend neither on the user's lines nor on names of inputs."""
         names: dict[str, int] = {}
         nodes = [{key: value for key, value in node.items() if key != "line"} for node in self._job.nodes]
         for node in nodes:
             if node["do"] == "const":
                 node["tensor"] = names.setdefault(node["tensor"], len(names))
-        tensors = [self._job.tensors[name].contiguous() for name in names]
+        tensors = [self._job.tensors[name].cpu().contiguous() for name in names]
         described = [(str(tensor.dtype), list(tensor.shape)) for tensor in tensors]
         text = json.dumps([self._job.runs, nodes, self._job.saves, described]).encode()
         return b"".join([text, *(tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors)])
 
     def then(self, other: Program) -> Program:
-        """Return a program that does what this one does and then, at each location, what ``other`` does.
+        """Return a program that has the effects of this program and then, at each location, the effects of ``other``.
 
-        An input that both have under one name is one input if it has the same value in both; else that of ``other`` gets a number.
+        Inputs with one name become one input if their values are equal. Otherwise the input of ``other`` is renamed, as to ``alpha_2``.
 
         Raises:
-            ValueError: If one is for ``trace`` and the other for ``generate``, or both save a value under one name.
+            ValueError: If one program is for ``trace`` and the other for ``generate``, or if both save a value under the same name.
         """
         self._check_whole()
         other._check_whole()
         first, second = self._job, other._job
         if first.runs[0]["call"] != second.runs[0]["call"]:
-            raise ValueError("One of these programs was recorded in `model.trace(...)`, and the other in `model.generate(...)`.")
+            raise ValueError("One of these programs was recorded in `model.trace(...)` and the other in `model.generate(...)`.")
         twice = first.saves.keys() & second.saves.keys()
         if twice:
             raise ValueError(f"Both programs save a value as `{min(twice)}`: save one of them under another name.")
@@ -140,37 +140,39 @@ class Program:
         nodes, saves = with_references(
             [second.nodes, second.saves], lambda node, output: {"ref": [node + len(first.nodes), output]}
         )
-        blocks = first.runs[0]["blocks"]
-        moved = [
-            {**node, "block": node["block"] + blocks, **({"tensor": names[node["tensor"]]} if node["do"] == "const" else {})}
-            for node in nodes
-        ]
+        blocks, barriers = first.runs[0]["blocks"], 1 + max((node.get("id", -1) for node in first.nodes), default=-1)
+        moved = [{**node, "block": node["block"] + blocks} for node in nodes]
+        for node in moved:
+            if node["do"] == "const":
+                node["tensor"] = names[node["tensor"]]
+            elif node["do"] == "barrier":
+                node["id"] += barriers
         run = {**first.runs[0], "blocks": blocks + second.runs[0]["blocks"]}
         return Program(Job([run], [*first.nodes, *moved], {**first.saves, **saves}, tensors), {**other._fixed, **self._fixed})
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
     def run(self, model: NNsight, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Run ``model`` once on an input, with this program; return the saved values by name.
+        """Run ``model`` once with this program, and return the saved values by name.
 
-        The inputs of the program have the values of the recording; :meth:`bind` gives them others.
+        The inputs of the program have their values of the recording. :meth:`bind` allows other values.
 
         Args:
             model: The model.
-            *args: Its input, as in ``model.trace(...)``, or ``model.generate(...)`` if the program was recorded in one.
-            **kwargs: Likewise, by name.
+            *args: The input of the model, as in ``model.trace(...)``, or in ``model.generate(...)`` for a program of a generation.
+            **kwargs: Keyword arguments of the model.
 
         Raises:
             InvalidProgramError: If the program does not fit the model or the input.
-            ExecutionFailedError: If it fails while it runs.
+            ExecutionFailedError: If the program fails while it runs.
         """
         return self.bind(model)(*args, **kwargs)
 
     @property
     def inputs(self) -> dict[str, torch.Tensor]:
-        """The named inputs, with the values that they had in the recording: tensors and floats that the block found outside.
+        """The inputs of the program by name, with their values in the recording: tensors and floats that the block takes from outside.
 
-        A float is an input if the block uses it in calls of torch alone, as in ``alpha * hidden``; it is a tensor without dimensions here.
+        A float is an input if the block uses it in calls of torch only, as in ``alpha * hidden``. Here it is a tensor without dimensions.
         """
         return inputs_of(self._job)
 
@@ -178,16 +180,16 @@ class Program:
         """Return this program as a function of the input of ``model``, and of the values of ``inputs``.
 
         A call runs neither a block nor a trace. If the model is compiled, it calls the lowered graph with the program spliced into it.
-        An input that a call leaves out has the value that it had in the recording. Gradients flow to the values that are given. Edits of
-        ``model`` do not run along; a program that was recorded on a model with edits has them in it.
+        An input that a call leaves out has its value of the recording. Gradients flow to the values that are passed. Edits of ``model`` do
+        not run during a call. A program that was recorded on a model with edits contains these edits.
 
         Args:
             model: The model.
-            inputs: Names of :attr:`inputs`, or one of them.
+            inputs: One or several names of :attr:`inputs`.
 
         Raises:
-            TypeError: If ``model`` is no wrapped model.
-            InvalidProgramError: If the model lacks a part that the program names, or the program has no such input.
+            TypeError: If ``model`` is not a wrapped model.
+            InvalidProgramError: If the model lacks a part that the program names, or the program lacks one of ``inputs``.
 
         Example:
             >>> with model.trace("Hello", remote="program") as tracer:
@@ -198,7 +200,7 @@ class Program:
         """
         self._check_whole()
         if not isinstance(model, NNsight):
-            raise TypeError(f"A program is bound to a wrapped model, as `NNsight(module)` is, and not to a {type(model).__name__}.")
+            raise TypeError(f"A program is bound to a wrapped model, such as `NNsight(module)`, and not to a {type(model).__name__}.")
         inputs = [inputs] if isinstance(inputs, str) else inputs
         check_names(self._job, inputs, self._fixed)
         model._sync()
@@ -210,20 +212,20 @@ class Program:
         return bound
 
     def apply_to(self, model: NNsight) -> Any:
-        """Return a copy of ``model`` that runs this program in each of its traces and calls, as ``model.edit()`` does with a block.
+        """Return a copy of ``model`` that runs this program as an edit: in each of its traces and calls, like a block of ``model.edit()``.
 
-        Each program that :meth:`then` has put into this one is an edit.
+        If :meth:`then` combined several programs into this one, each of them becomes an edit.
 
         Raises:
             InvalidProgramError: If the model lacks a part that the program names.
-            ValueError: If the program consists of several invokes.
+            ValueError: If the program has several invokes.
         """
         self._check_whole()
         job, edited = self._job, model
         check_parts(job, model)
         blocks = _blocks_of(job.nodes)
         if len(blocks) > 1 and any(map(_is_of_rows, blocks)):
-            raise ValueError("A program with several invokes belongs to their inputs, so it cannot be applied to others.")
+            raise ValueError("A program with several invokes belongs to the inputs of these invokes, so it cannot be applied to a model.")
         for nodes in blocks:
             run_program = ProgramBlock(model, job, nodes)
             with edited.edit() as edited:
@@ -240,10 +242,11 @@ class Program:
         return "\n".join(lines)
 
     def to_python(self) -> str:
-        """Return the program as the source of a function ``program(model, *args, **kwargs)``, which runs it in a trace.
+        """Return the source of a function ``program(model, *args, **kwargs)``, which runs the program in a trace.
 
-        The function takes the input of the model, and by name the values of :attr:`inputs` and, if there are some, :attr:`constants`. It
-        returns the saved values by name. Comments name the lines of the block, and have their text in the process that recorded it.
+        The function takes the input of the model, a keyword argument for each of :attr:`inputs`, and the argument ``constants`` if there
+        are :attr:`constants`. It returns the saved values by name. Comments name the lines of the block. They quote these lines in the
+        process that recorded the program.
 
         Example:
             >>> Path("steering.py").write_text(program.to_python())
@@ -258,11 +261,11 @@ class Program:
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
-        """The tensors that are part of the program and no inputs, by name."""
+        """The tensors of the program that are not inputs, by name."""
         return {name: tensor for name, tensor in self._job.tensors.items() if name not in self.inputs}
 
     def to_dot(self) -> str:
-        """Return the program as a graph in the language of graphviz."""
+        """Return the program as a graph in the DOT language of graphviz."""
         lines = ["digraph program {", "  node [shape=box, fontname=monospace, fontsize=10];"]
         for number, node in enumerate(self._job.nodes):
             style = ", style=filled, fillcolor=lightblue" if "site" in node else ""
@@ -277,7 +280,7 @@ class Program:
         """Return a picture of the program, as SVG.
 
         Raises:
-            ImportError: If the program ``dot`` of graphviz is not installed.
+            ImportError: If the command ``dot`` of graphviz is not installed.
         """
         dot = shutil.which("dot")
         if dot is None:
@@ -289,18 +292,18 @@ class Program:
         return done.stdout.decode()
 
     def _repr_svg_(self) -> str | None:
-        """Return the picture for notebooks; without graphviz they show text."""
+        """Return the picture for notebooks, or ``None`` if graphviz is not installed. They show text then."""
         return None if shutil.which("dot") is None else self.draw()
 
 
 def _blocks_of(nodes: Sequence[Node]) -> list[list[tuple[int, Node]]]:
-    """Return the nodes of each block, with their numbers; one empty block if there is no node."""
+    """Return the numbered nodes of each block. A program without nodes has one empty block."""
     numbered = sorted(enumerate(nodes), key=lambda item: item[1]["block"])
     return [list(found) for _, found in itertools.groupby(numbered, lambda item: item[1]["block"])] or [[]]
 
 
 def _is_of_rows(nodes: Sequence[tuple[int, Node]]) -> bool:
-    """Whether a block has rows of its own, waits for another one, or uses its values."""
+    """Whether a block belongs to an invoke: it selects rows of the batch, waits for another block, or uses values of another block."""
     own = {number for number, _ in nodes}
     return any(
         node["do"] == "barrier"
@@ -311,7 +314,7 @@ def _is_of_rows(nodes: Sequence[tuple[int, Node]]) -> bool:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.dtype == other.dtype and torch.equal(one, other)
+    return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
 
 
 def _title(node: dict[str, Any]) -> str:
@@ -320,7 +323,7 @@ def _title(node: dict[str, Any]) -> str:
     return f"{node['do']} {what}{number}" if node["do"] != "op" else str(what)
 
 
-#: Keys of nodes that a listing shows: with their values, and those that are set or not.
+#: Keys of nodes that a listing shows with their values, and boolean keys that it shows if they are set.
 _SHOWN = ("key", "leaf", "inside", "value", "wrt", "gradient", "id", "of", "dim", "size", "text")
 _SHOWN_FLAGS = ("copy", "in_place", "loop", "no_grad", "retain_graph", "create_graph")
 

@@ -1,4 +1,4 @@
-"""Parts of programs as Python text, for those who write programs as Python."""
+"""Python source for parts of programs: nested values and calls of operators. Used by the modules that write programs as Python."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from .format.operators import OPERATORS
 
 
 def value_text(tree: Any, reference: Callable[[int, int], str]) -> str:
-    """Return a checked tree as an expression; ``reference(node, output)`` gives that of what a node makes.
+    """Return a checked tree as an expression. ``reference(node, output)`` returns the expression for an output of a node.
 
-    The name ``device`` stands for the device of the model.
+    In the expression, the name ``device`` stands for the device of the model.
     """
     if type(tree) is list:
         return f"[{', '.join(value_text(item, reference) for item in tree)}]"
@@ -41,9 +41,9 @@ def value_text(tree: Any, reference: Callable[[int, int], str]) -> str:
 
 
 def operator_text(node: Node, reference: Callable[[int, int], str]) -> str:
-    """Return the call of an operator; ``aten`` is ``torch.ops.aten``.
+    """Return the call of an operator as an expression, in which ``aten`` is ``torch.ops.aten``.
 
-    An overload whose name is a keyword, as in ``random_.from``, is left to the packet.
+    If the name of the overload is a keyword, as in ``random_.from``, the expression calls the overload packet.
     """
     packet, _, overload = node["name"].rpartition(".")
     parts = [value_text(item, reference) for item in node["args"]]

@@ -1,4 +1,4 @@
-"""Programs of traces: ``trace(program=True)`` records the block and runs the program; blocks of other traces can be recorded later."""
+"""Programs of traces: ``trace(program=True)`` records its block at once, any other trace at the first use of ``tracer.program``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .run.execution import execute_payload
 
 
 class ProgramTrace(Backend):
-    """Records the block of a trace on fakes, runs the program on the model, and binds the saved values.
+    """Records the block of a trace on fake tensors, runs the program on the model, and binds the saved values.
 
-    Gradients flow to the tensors of the user as in any trace. The program is ``tracer.program``.
+    Gradients flow to the user's tensors, as in any trace. The program is stored as ``tracer.program``.
     """
 
     def __call__(self, tracer: Any) -> Any:
@@ -36,27 +36,27 @@ class ProgramTrace(Backend):
 
 
 def program_trace(function: Any) -> ProgramTrace:
-    """Return the backend of a trace that calls ``function`` and has a program.
+    """Return the backend of ``trace(program=True)``, for a trace that calls ``function``.
 
     Raises:
-        ValueError: If the trace calls something else than a model.
+        ValueError: If ``function`` is neither a model nor its generation.
     """
     if not (hasattr(function, "_module") or isinstance(function, Generation)):
-        raise ValueError("program=True is for `model.trace(...)` and `model.generate(...)`: a function of yours is no part of a program.")
+        raise ValueError("program=True is for `model.trace(...)` and `model.generate(...)`: a program cannot contain a function of yours.")
     return ProgramTrace()
 
 
 def program_of(rerun: Rerun | None, ran_here: bool) -> Program:
-    """Return the program of a trace that has run: its block runs once more, on fakes.
+    """Return the program of a trace that has run. Its block runs once more, on fake tensors.
 
-    If it ``ran_here`` and its inputs are there, the block gets values that it needs, and the program holes.
+    If the trace ``ran_here`` and its inputs still exist, the model computes values that the block needs, and each is a hole in the program.
 
     Raises:
-        NotExpressibleError: If the block needs Python that a program cannot have, or a value from outside that is gone.
+        NotExpressibleError: If the block needs Python that a program cannot contain, or an outside value that no longer exists.
         ValueError: If the trace has not run.
     """
     if rerun is None:
-        raise ValueError("This trace has no program before it has run: look at `tracer.program` behind its block.")
+        raise ValueError("This trace has no program because it has not run yet: use `tracer.program` after its block.")
     block = rerun.block
     if rerun.kind not in (None, Generation):
         where = f"{block.filename}:{block.line}"
@@ -65,8 +65,8 @@ def program_of(rerun: Rerun | None, ran_here: bool) -> Program:
         tracer = rerun.tracer()
     except GoneError as error:
         raise NotExpressibleError(
-            f"{block.filename}:{block.line}: the program of this trace is recorded when it is first looked at, and {error} is gone by now. "
-            "Look earlier, or trace with `program=True`, which records at once."
+            f"{block.filename}:{block.line}: the program of a trace is recorded when `tracer.program` is first used, and {error} no longer "
+            "exists. Use it earlier, or trace with `program=True`, which records the block at once."
         ) from None
     report = tracer.report
     model: Any = tracer._model

@@ -136,6 +136,6 @@ def test_sound_is_written_down(compile: bool) -> None:
             steps.append(model.proj_out.output)
         ids = tracer.result.save()
     assert torch.equal(ids, model._module.generate(**features, max_new_tokens=3, do_sample=False)) and len(steps) == 3
-    with pytest.raises(NotExpressibleError, match="looks at values before it calls the model"):
+    with pytest.raises(NotExpressibleError, match="needs values before it calls the model"):
         with model.generate(given(tiny), max_new_tokens=3, do_sample=False, remote="local", compile=False):
             hidden = model.proj_out.output.save()

@@ -84,7 +84,7 @@ def test_a_list_of_another_length_is_refused() -> None:
     baked = edited.bake(torch.ones(2, 4))
     for module in (baked, torch.compile(baked, backend="aot_eager", fullgraph=True)):
         assert torch.equal(module(torch.ones(2, 4)), torch.full((4,), 6.0))
-    with pytest.raises(ValueError, match=r"had the lengths \[2\]; here they have \[3\]"):
+    with pytest.raises(ValueError, match=r"had the lengths \[2\] when the edits were recorded, and have \[3\]"):
         baked(torch.ones(3, 4))
 
 

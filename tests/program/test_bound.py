@@ -203,7 +203,7 @@ def test_inside_such_a_function_it_uses_the_model_of_now() -> None:
     net.eval()
     torch.testing.assert_close(around(x), bound(x)["out"])
     net[3] = nn.Linear(6, 6)
-    with pytest.raises(Exception, match="another module at `3` than when the program was bound"):
+    with pytest.raises(Exception, match="The module at `3` was replaced after the program was bound"):
         around(x)
 
 
@@ -279,7 +279,7 @@ def test_a_float_that_python_computes_with_is_no_input() -> None:
         model[1].output = alpha * hidden + (1 - alpha) * hidden.mean()
         out = model[3].output.save()
     assert not tracer.program.inputs
-    with pytest.raises(InvalidProgramError, match=r"`alpha` is no input of this program: Python computes with the float.* in line \d+"):
+    with pytest.raises(InvalidProgramError, match=r"`alpha` is not an input of this program: Python computes with the float.* in line \d+"):
         tracer.program.bind(model, inputs=["alpha"])
     assert tracer.program.run(model, x).keys() == {"out"}
 
@@ -292,7 +292,7 @@ def test_a_tensor_whose_value_python_uses_is_no_input() -> None:
         strength = unit.abs().max().item()
         model[1].output[:] += strength * unit
         out = model[3].output.save()
-    with pytest.raises(InvalidProgramError, match=r"`direction` is no input of this program: Python uses its value in line \d+"):
+    with pytest.raises(InvalidProgramError, match=r"`direction` is not an input of this program: Python uses its value in line \d+"):
         tracer.program.bind(model, inputs=["direction"])
     unit = direction / direction.norm()
     found = tracer.program.run(model, x)["out"]
@@ -329,7 +329,7 @@ def test_inputs_survive_a_file(tmp_path: Any) -> None:
         ({"direction": 2.0}, "is given float"),
         ({"alpha": "a lot"}, "float or tensor of torch.float64 with 0 dimensions, and is given str"),
         ({"alpha": torch.tensor(2.0)}, r"given torch.float32 with 0 dimensions. Pass `value.to\(torch.float64\)`"),
-        ({"scale": 2.0}, r"`scale` is an input of the program: name it, as in `program.bind\(model, inputs=\['scale'\]\)`"),
+        ({"scale": 2.0}, r"`scale` is an input of the program that `bind` was not given: `program.bind\(model, inputs=\['scale'\]\)`"),
     ],
 )
 def test_a_value_that_does_not_fit_is_refused(given: dict[str, Any], message: str) -> None:
@@ -373,7 +373,7 @@ def test_a_listing_shows_what_autograd_does_not_follow() -> None:
 def test_a_name_that_is_no_input() -> None:
     net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
     model = NNsight(net)
-    with pytest.raises(InvalidProgramError, match="`beta` is no input.*Its inputs are alpha, direction, scale"):
+    with pytest.raises(InvalidProgramError, match="`beta` is not an input.*Its inputs are alpha, direction, scale"):
         recorded(model, x, direction).bind(model, inputs=["beta"])
 
 
@@ -417,3 +417,24 @@ def test_one_program_after_the_other(compiled: bool, tmp_path: Any) -> None:
         torch.testing.assert_close(model.apply(program)(x), expected)
     with pytest.raises(ValueError, match="Both programs save a value as `out`"):
         both.then(tracer.program)
+
+
+def test_barriers_of_combined_programs_are_different_barriers() -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model = NNsight(net)
+
+    def through_a_barrier(factor: float) -> Program:
+        with model.trace(remote="program") as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(x):
+                hidden = model[1].output
+                barrier()
+            with tracer.invoke():
+                barrier()
+                model[1].output = factor * hidden
+        return tracer.program
+
+    with model.trace(x, remote="program") as tracer:
+        out = model[3].output.save()
+    program = through_a_barrier(2.0).then(through_a_barrier(3.0)).then(tracer.program)
+    torch.testing.assert_close(program.run(model, x)["out"], net[3](net[2](6.0 * net[1](net[0](x)))))

@@ -91,7 +91,7 @@ def test_values_set_before_the_first_call_count() -> None:
         steered.params["alpha"]
     steered.params["alpha"] = 1.0
     torch.testing.assert_close(steered(x), by_hand(net, x, direction, 1.0))
-    with pytest.raises(KeyError, match="`beta` is no parameter of the edits.*alpha, direction"):
+    with pytest.raises(KeyError, match="`beta` is not a parameter of the edits.*alpha, direction"):
         steered.params["beta"] = 1.0
 
 
@@ -129,6 +129,28 @@ def test_two_edits_with_floats_of_one_name() -> None:
     assert list(steered.params) == ["alpha", "alpha_2"]
     steered.params["alpha_2"] = 5.0
     torch.testing.assert_close(steered(x), net[3](5.0 * net[2](2.0 * net[1](net[0](x)))))
+
+
+def test_a_parameter_that_is_renamed_gets_no_name_of_a_variable() -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model = NNsight(net)
+
+    def first(target: Any, alpha: torch.Tensor) -> Any:
+        with target.edit() as result:
+            target[1].output[:] += alpha
+        return result
+
+    def second(target: Any, alpha: torch.Tensor, alpha_2: torch.Tensor) -> Any:
+        with target.edit() as result:
+            target[2].output[:] += alpha
+            target[2].output[:] *= alpha_2
+        return result
+
+    one, two, three = (torch.full((6,), number) for number in (1.0, 2.0, 3.0))
+    steered = second(first(model, one), two, three)
+    steered.compile(backend="aot_eager")
+    steered(x)
+    assert {name: value[0].item() for name, value in steered.params.items()} == {"alpha": 1.0, "alpha_2": 3.0, "alpha_3": 2.0}
 
 
 def test_a_parameter_of_programs_of_several_sizes_is_one_tensor() -> None:

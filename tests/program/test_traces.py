@@ -112,7 +112,7 @@ def test_what_was_computed_of_inputs_is_edited_in_place(edit: Any) -> None:
         torch.testing.assert_close(run(remote="local")[:2], (total, out))
     program = run(program=True)[2].program
     if edit is _condition:
-        with pytest.raises(InvalidProgramError, match="`direction` is no input of this program: Python uses its value"):
+        with pytest.raises(InvalidProgramError, match="`direction` is not an input of this program: Python uses its value"):
             program.bind(model, inputs=["direction"])
         return
     direction = torch.linspace(-1.0, 3.0, 6)
@@ -147,7 +147,7 @@ def test_an_edit_of_what_the_model_was_given_is_made_where_it_stands(options: di
         return out
 
     torch.testing.assert_close(run(**options), run())
-    with pytest.raises(NotExpressibleError, match=r"test_traces.py:\d+: `add_` edits a tensor in place that the block has given"):
+    with pytest.raises(NotExpressibleError, match=r"test_traces.py:\d+: `add_` edits a tensor in place that the block has already given"):
         with model.trace(x, **options):
             own = torch.zeros(2, 4)
             model.a.output = own
@@ -170,7 +170,7 @@ def test_what_is_no_program_is_refused_at_its_line() -> None:
             model[2].output[:] = 0.0
     with pytest.raises(ValueError, match="leave out remote= and backend="), model.trace(x, program=True, remote="local"):
         model[1].output.save()
-    with pytest.raises(ValueError, match="a function of yours is no part of a program"), model.trace(x, program=True, fn=model._module):
+    with pytest.raises(ValueError, match="a program cannot contain a function of yours"), model.trace(x, program=True, fn=model._module):
         model[1].output.save()
 
 

@@ -329,8 +329,8 @@ REFUSED = {
     bare: "bare `.backward",
     nested: "in the block of another",
     with_inputs: "`inputs=`",
-    under_no_grad: "no_grad.*stands in the block before",
-    a_trace_under_no_grad: "the trace stands under `torch.no_grad",
+    under_no_grad: "the block uses `torch.no_grad.*before",
+    a_trace_under_no_grad: "the trace is under `torch.no_grad",
     by_a_function: "`grad` cannot be sent",
     of_a_weight: "A weight of the model cannot",
     of_something_before: "a tensor of your own",
@@ -345,7 +345,7 @@ def test_what_cannot_be_sent_is_refused_at_its_line(net: NNsight, block: Any) ->
 
 
 def test_mistakes_are_those_of_any_trace(net: NNsight) -> None:
-    with pytest.raises(ValueError, match="the model has run before the pass"), net.trace(X, **REMOTE):
+    with pytest.raises(ValueError, match="the model runs before the pass"), net.trace(X, **REMOTE):
         hidden = net.first.output
         with hidden.sum().backward():
             output = net.last.output

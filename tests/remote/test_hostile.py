@@ -748,13 +748,13 @@ def test_a_quantile_is_that_of_a_fraction(q: float) -> None:
 @pytest.mark.parametrize(
     ("name", "kwargs", "values", "reason"),
     [
-        ("repeat_interleave.Tensor", {}, [2**40], "a result of size"),
-        ("repeat_interleave.Tensor", {}, [2**62] * 4, "a result of size"),  # whose sum is zero in 64 bits
-        ("repeat_interleave.Tensor", {}, [2**15] * 4, "a result of size 131072"),
-        ("repeat_interleave.Tensor", {"output_size": 1}, [5, 5], "a result of size 10"),
-        ("repeat_interleave.Tensor", {"output_size": 20}, [5, 5], "a result of size 10"),
+        ("repeat_interleave.Tensor", {}, [2**40], "the result would have size"),
+        ("repeat_interleave.Tensor", {}, [2**62] * 4, "the result would have size"),  # whose sum is zero in 64 bits
+        ("repeat_interleave.Tensor", {}, [2**15] * 4, "the result would have size 131072"),
+        ("repeat_interleave.Tensor", {"output_size": 1}, [5, 5], "the result would have size 10"),
+        ("repeat_interleave.Tensor", {"output_size": 20}, [5, 5], "the result would have size 10"),
         ("repeat_interleave.Tensor", {}, [-5, 5], "negative"),
-        ("bincount.default", {}, [2**40], "a result of size"),
+        ("bincount.default", {}, [2**40], "the result would have size"),
         ("bincount.default", {}, [-1], "non-negative"),
     ],
 )

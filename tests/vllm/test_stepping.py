@@ -394,7 +394,7 @@ REASONS = {
     "used behind": "`hidden` is used outside of the loop, too",
     "carried": "a variable of the loop carries a value from one step to the next",
     "a shared list": "other requests of the trace use `shared`, too",
-    "a random number": "`rand` draws when the block is recorded",
+    "a random number": "`rand` draws its numbers while the block is recorded",
     "some steps": "the loop leaves steps out",
     "no loop": "",
     "memory": "it appends values that share memory",

@@ -57,7 +57,7 @@ REFUSALS: list[Refusal] = [
     *(
         Refusal(
             error=error,
-            says="function of yours is" if error == "ValueError" else "another method of the model is Python of yours",
+            says="a function of yours" if error == "ValueError" else "another method of the model is Python of yours",
             reason="the wrapper of this model has no `generate`, so that of the module is a method like any other, and no program",
             models=frozenset({"whisper", "llava"}),
             features=frozenset({"generation", "generate-skip"}),

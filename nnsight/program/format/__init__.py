@@ -1,1 +1,1 @@
-"""The form of a program: its nodes and operators with their checks, nested values, files, results, and limits."""
+"""The format of programs: nodes, operators and their checks, nested values, files, results, and limits."""

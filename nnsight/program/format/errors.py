@@ -1,27 +1,27 @@
-"""Errors of remote execution: what was sent is wrong, what was sent fails, or what was written cannot be sent."""
+"""Errors of programs: a payload is invalid, a program fails while it runs, or a block cannot be a program."""
 
 from __future__ import annotations
 
 
 class InvalidProgramError(ValueError):
-    """A payload is malformed, uses something that is denied, or exceeds a limit. The message is the reason.
+    """A payload is malformed, uses something that is denied, or exceeds a limit. The message gives the reason.
 
     Raised before the model is touched.
     """
 
 
 class ExecutionFailedError(RuntimeError):
-    """A valid program failed while it ran. The message has the location and, where the client gave it, its line."""
+    """A valid program failed while it ran. The message names the location, and the line of the block if the client sent it."""
 
 
 class NotExpressibleError(ValueError):
-    """A block needs Python at a place where only operations on tensors can be sent.
+    """A block needs Python at a point where a program can contain only operations on tensors.
 
-    Raised on the client, before anything is sent. The message has the user's file and line and says what to write instead.
+    Raised on the client, before the program is sent. The message names the user's file and line, and an alternative.
     """
 
 
 def require(met: bool, message: str) -> None:
-    """Raise :class:`InvalidProgramError` with ``message`` unless a condition is met."""
+    """Raise an :class:`InvalidProgramError` with ``message`` unless the condition ``met`` holds."""
     if not met:
         raise InvalidProgramError(message)

@@ -1,4 +1,4 @@
-"""Formats of printed values. The text is made where the model is, see :mod:`~nnsight.program.record.printing`."""
+"""The text of printed values. It is made in the process that runs the model, see :mod:`~nnsight.program.record.printing`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 import torch
 
-#: Formats of numbers. Widths are short, because the server makes the text.
+#: Format specifications of numbers. Widths have at most two digits, because the server makes the text.
 _FORMAT = re.compile(r"(?:[^{}]?[<>=^])?[+\- ]?z?#?0?\d{0,2}[_,]?(?:\.\d{1,2})?[bcdeEfFgGnoxX%]?")
 
-#: Most numbers in the text of a tensor; torch shortens tensors of many dimensions to more.
+#: Maximum count of numbers in the text of a tensor. The summary that torch prints can exceed it for a tensor with many dimensions.
 _MOST_NUMBERS = 5000
 
 
 def is_format(spec: Any) -> bool:
-    """Whether ``spec`` is a format of a number that gives a text of moderate length."""
+    """Whether ``spec`` is the format specification of a number, with a short result."""
     return type(spec) is str and len(spec) < 20 and _FORMAT.fullmatch(spec) is not None
 
 
 def text_of(pieces: list[Any], tensor: Callable[[Any], torch.Tensor]) -> str:
-    """Return the text of a ``log``; ``tensor(reference)`` gives the values in it."""
+    """Return the text of a ``log`` node. ``tensor(reference)`` returns the values in it."""
     return "".join(
         piece if type(piece) is str else _shown(tensor(piece["value"]), piece.get("format")) for piece in pieces
     )
@@ -39,7 +39,7 @@ def _shown(tensor: torch.Tensor, spec: str | None) -> str:
 
 
 def limited(log: Callable[[str], None], characters: int) -> Callable[[str], None]:
-    """Return a function that passes on to ``log`` as many ``characters`` of text."""
+    """Return a function that passes text on to ``log``, at most ``characters`` in total."""
     left = characters
 
     def pass_on(text: str) -> None:

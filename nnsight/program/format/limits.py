@@ -10,21 +10,21 @@ class Limits:
     """Upper bounds for one job.
 
     Attributes:
-        payload_bytes: Size of the payload.
-        header_bytes: Size of its JSON.
+        payload_bytes: Size of the payload, in bytes.
+        header_bytes: Size of the JSON header of the payload, in bytes.
         nodes: Number of nodes.
         nesting: Depth of nested values.
-        items: Items of all nested values together.
-        tensor_bytes: Size of one tensor that the program makes.
-        total_bytes: Size of all tensors that the program makes, together.
+        items: Number of items in all nested values together.
+        tensor_bytes: Size of each tensor that the program makes, in bytes.
+        total_bytes: Total size of the tensors that the program makes, in bytes.
         flops: Floating point operations of model and program together.
-        seconds: Time for running the job.
-        result_bytes: Size of the results.
-        new_tokens: Tokens of a generation.
-        rows: Rows of the batch, and blocks of a run.
-        runs: Runs of the model.
-        logs: Lines that it prints.
-        log_characters: Characters of all of them together.
+        seconds: Time for running the job, in seconds.
+        result_bytes: Total size of the saved tensors, in bytes.
+        new_tokens: Number of tokens of a generation, and of its beams and returned sequences.
+        rows: Number of rows of the batch, and number of blocks of a run.
+        runs: Number of runs of the model.
+        logs: Number of lines that the program prints.
+        log_characters: Number of characters of all printed lines together.
     """
 
     payload_bytes: int = 256 * 2**20

@@ -1,38 +1,38 @@
-"""The nodes of a program, and their checks that need no model.
+"""The nodes of a program, and the checks of nodes that need no model.
 
-A program is a list of nodes in the order in which the client recorded them. Each belongs to a run of the model and to a block of
-that run. The nodes of a block run in their order; those of several blocks take turns as blocks do. The result of a node is named by
-the node's position in the list, so a reference can point backwards only.
+A program is a list of nodes in the order in which the client recorded them. Each node belongs to a run of the model and to a block of
+that run. The nodes of a block run in order; the nodes of several blocks take turns as blocks do. The result of a node is named by
+the position of the node in the list, so a reference can only point backwards.
 
 =================  ======================================================================================================
-``read``           the tensor ``leaf`` of the value at ``site``, at its occurrence ``at``, or of what is at ``key`` in that
-                   value; ``inside``: the number of a tensor in that leaf, if it is a cache; ``copy``: a copy of it;
-                   ``lists``: the lengths of the lists there, which must be those of the recording
+``read``           reads the tensor ``leaf`` of the value at ``site``, at occurrence ``at``; with ``key``, the value is a dict
+                   and the tensor is in that item; ``inside``: number of a tensor in the leaf, which is a cache; ``copy``: read
+                   a copy; ``lists``: the lengths that the lists in the value must have, which are those of the recording
 ``const``          the tensor ``tensor`` of the container
 ``weight``         the parameter or buffer ``name`` of the model
-``op``             the operator ``name`` of the table, applied to ``args`` and ``kwargs``; ``copy``: a copy of its result
-``apply``          the module ``module``, applied to ``args`` and ``kwargs``; ``copy``: copies of what it returns
-``write``          ``value`` takes the place of tensor ``leaf`` at ``site``; ``in_place``: its values do, in the memory of
+``op``             applies the operator ``name`` of the table to ``args`` and ``kwargs``; ``copy``: copies the result
+``apply``          applies the module ``module`` to ``args`` and ``kwargs``; ``copy``: copies the results
+``write``          replaces the tensor ``leaf`` at ``site`` by ``value``; ``in_place``: copies ``value`` into the memory of
                    that tensor
 ``skip``           the module whose input is ``site`` returns ``value`` without running
 ``barrier``        waits until ``of`` blocks are at the barrier ``id``
 ``stop``           ends the run
 ``requires_grad``  from here on, gradients flow to ``value``
-``backward``       a backward pass from ``value``, with ``gradient`` unless that is a scalar, ``retain_graph`` and
-                   ``create_graph``; the nodes of the block from here to ``end`` run along with it
-``grad``           the gradient with respect to ``wrt``: a copy, which flows on with what is written to it
-``set_grad``       ``value`` flows on in place of the gradient with respect to ``wrt``
-``end``            ends what runs along with the pass
+``backward``       a backward pass from ``value``, with ``gradient`` if ``value`` is not a scalar, ``retain_graph`` and
+                   ``create_graph``; the nodes of the block from here to ``end`` run during the pass
+``grad``           the gradient with respect to ``wrt``; an edit of it in place changes the gradient that flows on
+``set_grad``       replaces the gradient with respect to ``wrt`` by ``value``
+``end``            ends the nodes of a backward pass
 ``size``           refuses the program unless dimension ``dim`` of ``value`` is ``size``, as in the recording
-``log``            prints a line: ``text`` is a list of strings and of values, perhaps with the ``format`` of a number
+``log``            prints a line: ``text`` is a list of strings and of values, each value with an optional ``format``
 =================  ======================================================================================================
 
-Every node may have ``line``, the user's, for messages. ``loop`` says that the block waits for ``site`` in a loop over occurrences,
-which may be fewer than in the recording. ``no_grad`` of an operator or a module says that autograd does not follow it.
+Every node may have ``line``, the line of the user's block, for messages. ``loop`` says that the block waits for ``site`` in a loop over
+occurrences, and the run may have fewer occurrences than the recording. ``no_grad`` on an ``op`` or ``apply`` disables autograd for it.
 
-Memory is tracked by schemas. The result of an operator is *owned* by the program; a view, which may share memory with its first argument,
-is owned if that is, or with ``copy``. Operators in place write to owned memory only. Activations change by ``write`` alone, and weights
-never.
+Memory is tracked by operator schemas. The result of an operator is *owned* by the program. A view, which may share memory with its first
+argument, is owned if that argument is owned, or if the node has ``copy``. In-place operators write to owned memory only. Activations
+change through ``write`` nodes only, and weights never change.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {
     "log": ({"text"}, set()),
 }
 
-#: Kinds of nodes that make nothing.
+#: Kinds of nodes that have no result.
 _EFFECTS = frozenset({"write", "skip", "barrier", "stop", "requires_grad", "backward", "set_grad", "end", "size", "log"})
 
-#: Kinds of nodes that stand within a backward pass only, and those that may stand there besides.
+#: Kinds of nodes that are allowed only within a backward pass, and all kinds that are allowed there.
 _OF_PASS = frozenset({"grad", "set_grad", "end"})
 IN_PASS = _OF_PASS | {"op", "const", "weight", "apply", "size", "log"}
 
@@ -98,7 +98,7 @@ _REF = frozenset({"ref"})
 _VALUES = frozenset({"ref", "list", "tuple", "dict", "float"})
 _SITE = re.compile(r"(?:[A-Za-z_][A-Za-z0-9_]*|\d+)(?:\.(?:[A-Za-z_][A-Za-z0-9_]*|\d+))*", re.ASCII)
 
-#: Longest text between two values that are printed.
+#: Maximum number of characters in one string of a ``log`` node.
 _LONGEST_TEXT = 10_000
 
 MEMORY_FORMATS = {
@@ -107,9 +107,7 @@ MEMORY_FORMATS = {
     "channels_last": torch.channels_last,
 }
 
-SIZED_BY_VALUES = "the size of its result depends on values"
-
-#: Why an operator that people ask for is not in the table.
+#: Reasons why certain operators are not in the table.
 _DENIED = {
     "empty": "it gives uninitialised memory",
     "as_strided": "it gives views of arbitrary memory",
@@ -122,12 +120,12 @@ _DENIED = {
 
 
 def check_nodes(job: Job, limits: Limits, budget: Budget) -> None:
-    """Check everything about the nodes of a job that needs no model.
+    """Check the nodes of a job as far as that is possible without a model.
 
     Raises:
-        InvalidProgramError: With the number of the node and the reason.
+        InvalidProgramError: If a node is invalid. The message has the number of the node and the reason.
     """
-    require(type(job.nodes) is list, "The program is no list of nodes.")
+    require(type(job.nodes) is list, "The program is not a list of nodes.")
     require(len(job.nodes) <= limits.nodes, f"The program has {len(job.nodes)} nodes; the limit is {limits.nodes}.")
     logs = sum(type(node) is dict and node.get("do") == "log" for node in job.nodes)
     require(logs <= limits.logs, f"The program prints more than {limits.logs} lines, which is the limit.")
@@ -141,7 +139,7 @@ def check_nodes(job: Job, limits: Limits, budget: Budget) -> None:
             raise InvalidProgramError(
                 f"Node {number}{f' ({what})' if is_text(what) else ''}{f', line {line}' if is_int(line) else ''}: {error}"
             ) from None
-    require(not checker.differentiating, "A backward pass has no end.")
+    require(not checker.differentiating, "A backward pass has no `end` node.")
 
 
 class _Checker:
@@ -150,52 +148,52 @@ class _Checker:
     def __init__(self, job: Job, budget: Budget) -> None:
         self._job, self._budget = job, budget
         self.before: list[Node] = []
-        self.owned: list[bool] = []  # whether the program owns the memory of the result of each of them
-        self.stopped: set[tuple[int, int]] = set()  # run and block
-        self.differentiating: set[tuple[int, int]] = set()  # run and block, within a backward pass
+        self.owned: list[bool] = []  # whether the program owns the memory of the result, by node
+        self.stopped: set[tuple[int, int]] = set()  # run and block of each block that has stopped
+        self.differentiating: set[tuple[int, int]] = set()  # run and block of each block that is within a backward pass
 
     def add(self, node: Node) -> None:
         """Check a node."""
         self._check_form(node)
         do, block = node["do"], (node["run"], node["block"])
         self.owned.append(self._check_kind(node))
-        require(not self.before or node["run"] >= self.before[-1]["run"], "it belongs to a run that is over")
+        require(not self.before or node["run"] >= self.before[-1]["run"], "it belongs to an earlier run than the node before it")
         self.before.append(node)
-        require(block not in self.stopped, "its block has stopped before")
+        require(block not in self.stopped, "its block has already stopped")
         if do == "stop":
             self.stopped.add(block)
-        require(do in IN_PASS or block not in self.differentiating, "it stands within a backward pass")
-        require(do not in _OF_PASS or block in self.differentiating, "it stands outside of a backward pass")
+        require(do in IN_PASS or block not in self.differentiating, "it is not allowed within a backward pass")
+        require(do not in _OF_PASS or block in self.differentiating, "it is allowed within a backward pass only")
         if do == "backward":
             self.differentiating.add(block)
         elif do == "end":
             self.differentiating.remove(block)
 
     def _check_form(self, node: Node) -> None:
-        """Check the keys of a node, and the values that are the same for all kinds."""
+        """Check which keys a node has, and the values that do not depend on its kind."""
         known = type(node) is dict and type(node.get("do")) is str and node["do"] in _KEYS
-        require(known, "it is no node of a known kind")
+        require(known, "it is not a node of a known kind")
         required, optional = _KEYS[node["do"]]
         complete = _COMMON | required <= node.keys() <= _COMMON | required | optional | _OPTIONAL
-        require(complete, "it lacks a key, or has one that it should not have")
-        require(is_int(node["run"]) and 0 <= node["run"] < len(self._job.runs), "it belongs to no run")
+        require(complete, "it lacks a required key, or has an unknown one")
+        require(is_int(node["run"]) and 0 <= node["run"] < len(self._job.runs), "`run` is not the number of a run")
         blocks = self._job.runs[node["run"]]["blocks"]
-        require(is_int(node["block"]) and 0 <= node["block"] < blocks, "it belongs to no block of its run")
+        require(is_int(node["block"]) and 0 <= node["block"] < blocks, "`block` is not the number of a block of its run")
         for key in ("copy", "no_grad", "loop", "in_place", "retain_graph", "create_graph"):
-            require(key not in node or type(node[key]) is bool, f"`{key}` is no boolean")
+            require(key not in node or type(node[key]) is bool, f"`{key}` is not a boolean")
         for key in ("at", "leaf", "inside", "line", "id", "dim"):
-            require(key not in node or (is_int(node[key]) and 0 <= node[key] < 2**31), f"`{key}` is no number of that kind")
-        require("key" not in node or is_text(node["key"]), "`key` is no name")
+            require(key not in node or (is_int(node[key]) and 0 <= node[key] < 2**31), f"`{key}` is not an integer from 0 to 2**31 - 1")
+        require("key" not in node or is_text(node["key"]), "`key` is not a short printable string")
         lists = node.get("lists", [])
-        require(type(lists) is list and all(is_int(item) and item >= 0 for item in lists), "`lists` are no lengths")
+        require(type(lists) is list and all(is_int(item) and item >= 0 for item in lists), "`lists` is not a list of lengths")
         for key in ("site", "module", "name"):
             named = key not in node or (is_text(node[key]) and _SITE.fullmatch(node[key]) is not None)
-            require(named, f"`{key}` is no path")
+            require(named, f"`{key}` is not a path")
         located = "site" not in node or node["site"] == "result" or node["site"].endswith((".output", ".input"))
         require(located, "`site` is neither an input nor an output nor the result")
 
     def _check_kind(self, node: Node) -> bool:
-        """Check what belongs to the kind of a node; return whether the program owns the memory of what it makes."""
+        """Check the keys that are specific to the kind of a node. Return whether the program owns the memory of its result."""
         blocks = self._job.runs[node["run"]]["blocks"]
         match node["do"]:
             case "op":
@@ -208,21 +206,21 @@ class _Checker:
                 require(node["site"].endswith(".input"), "a module is skipped at its input")
                 self._check_tree(node["value"], _VALUES)
             case "barrier":
-                require(is_int(node["of"]) and 1 <= node["of"] <= blocks, "`of` is no number of blocks")
+                require(is_int(node["of"]) and 1 <= node["of"] <= blocks, f"`of` is not a number of blocks from 1 to {blocks}")
             case "apply":
                 for key, kind in (("args", "list"), ("kwargs", "dict")):
-                    require(type(node[key]) is dict and kind in node[key], f"`{key}` is no {kind}")
+                    require(type(node[key]) is dict and kind in node[key], f"`{key}` is not a {kind}")
                     self._check_tree(node[key], _VALUES)
                 named = all(is_text(name) and name.isidentifier() for name, _ in node["kwargs"]["dict"])
-                require(named, "the name of an argument is no name")
+                require(named, "the name of an argument is not an identifier")
             case "log":
                 self._check_log(node)
             case "write":
                 in_place = "inside" not in node or bool(node.get("in_place"))
-                require(in_place, "a tensor inside of a cache is written to in place only")
+                require(in_place, "a tensor inside a cache can be written to in place only")
                 self._check_reference(node["value"], "`value`")
             case "requires_grad" | "backward" | "grad" | "set_grad" | "size":
-                require("size" not in node or (is_int(node["size"]) and node["size"] >= 0), "`size` is none")
+                require("size" not in node or (is_int(node["size"]) and node["size"] >= 0), "`size` is not a size")
                 for key in ("value", "gradient", "wrt"):
                     if key in node:
                         self._check_reference(node[key], f"`{key}`")
@@ -234,33 +232,33 @@ class _Checker:
 
     def _check_reference(self, tree: Any, name: str) -> None:
         self._check_tree(tree, _REF)
-        require(type(tree) is dict, f"{name} is no reference to a tensor")
+        require(type(tree) is dict, f"{name} is not a reference to a tensor")
 
     def _check_log(self, node: Node) -> None:
-        require(type(node["text"]) is list, "`text` is no list")
+        require(type(node["text"]) is list, "`text` is not a list")
         for piece in node["text"]:
             self._budget.spend(0)
             if type(piece) is str and len(piece) <= _LONGEST_TEXT:
                 continue
             formed = type(piece) is dict and {"value"} <= piece.keys() <= {"value", "format"}
-            require(formed, "`text` has something in it that cannot be printed")
-            require("format" not in piece or is_format(piece["format"]), "a number has a format that does not exist")
+            require(formed, "`text` contains an item that is neither a value nor a string of permitted length")
+            require("format" not in piece or is_format(piece["format"]), "a number has a format that is not permitted")
             self._check_reference(piece["value"], "a value of `text`")
 
     def _check_op(self, node: Node) -> bool:
-        """Check an operator; return whether the program owns the memory of its result."""
+        """Check an operator. Return whether the program owns the memory of its result."""
         name, args, kwargs = node["name"], node["args"], node.get("kwargs", {})
         operator = OPERATORS.get(name)
         if operator is None:
             raise InvalidProgramError(why_not(name))
         formed = type(args) is list and type(kwargs) is dict and all(type(key) is str for key in kwargs)
-        require(formed, "its arguments are no list and no object")
+        require(formed, "`args` is not a list, or `kwargs` is not an object")
         schema = operator._schema.arguments
         positional = [argument for argument in schema if not argument.kwarg_only]
         require(len(args) <= len(positional), f"`{name}` takes {len(positional)} arguments, not {len(args)}")
         given = {argument.name: value for argument, value in zip(positional, args, strict=False)}
         known = not given.keys() & kwargs.keys() and kwargs.keys() <= {argument.name for argument in schema}
-        require(known, f"`{name}` has no such argument, or has it already")
+        require(known, f"`{name}` gets an argument that it does not have, or one argument twice")
         given |= kwargs
         base = name.split(".")[1]
         for argument in schema:
@@ -270,17 +268,17 @@ class _Checker:
             else:
                 require(argument.has_default_value(), f"`{name}` lacks its argument `{argument.name}`")
         several = base != "einsum" or len(given["tensors"]) > 1
-        require(several, "`einsum` of one tensor may be a view of it; it has to be sent as `permute`, `diagonal` and `sum`")
+        require(several, "`einsum` of one tensor may return a view of it; it has to be sent as `permute`, `diagonal` and `sum`")
         drops = base == "scaled_dot_product_attention" and given.get("dropout_p", 0.0) != 0.0
-        require(not drops, "`dropout_p` draws from the random numbers of the server; it has to be 0")
+        require(not drops, "`dropout_p` would draw from the random number generator of the server; it has to be 0")
         if not is_in_place(name) and not is_view(name):
             return True
         first = given[schema[0].name]
         owned = type(first) is dict and self.owned[first["ref"][0]]
         if is_in_place(name) and not owned:
             raise InvalidProgramError(
-                f"`{name}` would write to memory that the program does not own: activations change by `write` alone, weights "
-                "and constants never"
+                f"`{name}` would write to memory that the program does not own: activations change through `write` only, weights and "
+                "constants never change"
             )
         return owned
 
@@ -296,7 +294,7 @@ class _Checker:
                 for item in value:
                     self._check_argument(item, inner, strings, name)
                 return
-            require(inner == "int", f"`{name}` is no list")
+            require(inner == "int", f"`{name}` is not a list")
             kind = inner
         require(_is_argument(value, kind, strings), f"`{name}` is not of type {kind}")
         if kind == "Tensor" and type(value) is dict:
@@ -304,7 +302,7 @@ class _Checker:
 
 
 def why_not(name: str) -> str:
-    """Return why there is no operator ``name``."""
+    """Return the reason why programs may not use the operator ``name``."""
     base = name.split(".")[1] if name.count(".") == 2 else name
     stem = base.removesuffix("_like").removesuffix("_permuted").removesuffix("_strided").removeprefix("new_")
     for key in (base, stem, base.removesuffix("_"), "rand" if base.startswith("rand") else base):
@@ -314,10 +312,10 @@ def why_not(name: str) -> str:
 
 
 def check_references(tree: Any, nodes: list[Node]) -> None:
-    """Raise if a checked tree refers to anything but the result of one of ``nodes``."""
+    """Raise an error unless each reference of a checked tree names one of ``nodes`` that has a result."""
     for node, _ in references(tree):
         require(node < len(nodes), f"it refers to node {node}, which does not come before it")
-        require(nodes[node]["do"] not in _EFFECTS, f"it refers to node {node}, which makes nothing")
+        require(nodes[node]["do"] not in _EFFECTS, f"it refers to node {node}, which has no result")
 
 
 def _is_argument(value: Any, kind: str, strings: Container[str]) -> bool:
@@ -347,16 +345,16 @@ def _is_argument(value: Any, kind: str, strings: Container[str]) -> bool:
             return is_int(value)
         case "float":
             return is_finite(value)
-        case "number" | "Tensor":  # a number in place of a tensor is one without dimensions
+        case "number" | "Tensor":  # a number in place of a tensor stands for a tensor without dimensions
             return type(value) is bool or is_finite(value)
     return False
 
 
 def write_argument(value: Any, reference: Callable[[torch.Tensor], Any]) -> Any:
-    """Return an argument of an operator as JSON; ``reference(tensor)`` gives that of a tensor.
+    """Return an argument of an operator as JSON. ``reference(tensor)`` returns the JSON of a tensor.
 
     Raises:
-        TypeError: If an argument is of a type that programs do not have.
+        TypeError: If the argument has a type that programs cannot contain.
     """
     if isinstance(value, (list, tuple)):
         return [write_argument(item, reference) for item in value]

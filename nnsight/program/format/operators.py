@@ -1,13 +1,13 @@
 """The operators that programs may use: a fixed table of names.
 
-The name of an operator is looked up in this table and nowhere else. Missing on purpose: uninitialised memory (``empty``,
-``resize_``), views of arbitrary memory (``as_strided``, ``set_``), files, random numbers from a generator of the process, values for
-Python (``_local_scalar_dense``), ``out=`` arguments, and decompositions without a counter of their cost. Arguments that are strings have
-lists of allowed values.
+The name of an operator is looked up only in this table. The table deliberately lacks operators that give uninitialised memory (``empty``,
+``resize_``) or views of arbitrary memory (``as_strided``, ``set_``), read files, draw from the global random number generator, or give
+values to Python (``_local_scalar_dense``). It also lacks ``out=`` variants, and decompositions whose cost cannot be counted. Each string
+argument has a list of allowed values.
 
-Composite operators, such as ``matmul`` and ``reshape``, are in the table if torch makes other operators of them for other sizes: a node
-of the composite is right for all sizes. They consist of allowed operators, and make new memory unless they are listed as views. Such a
-view may be a copy.
+Composite operators, such as ``matmul`` and ``reshape``, are in the table if torch decomposes them differently for different sizes. A node
+of the composite operator is right for all sizes. Composite operators decompose into allowed operators. They return new memory unless they
+are listed as views, and such a view may be a copy.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def _find(name: str) -> Any:
     return getattr(getattr(torch.ops.aten, packet, None), overload, None)
 
 
-#: Operator by name, such as ``aten.add.Tensor``. Some are missing in some versions of torch.
+#: Operator by name, such as ``aten.add.Tensor``. Names that the installed version of torch lacks are left out.
 OPERATORS: dict[str, torch._ops.OpOverload] = {
     f"aten.{name}": found for name in sorted(_NAMES) if (found := _find(name)) is not None
 }
@@ -140,7 +140,7 @@ OPERATORS: dict[str, torch._ops.OpOverload] = {
 NAMES = {operator: name for name, operator in OPERATORS.items()}
 
 _SCHEMAS = "\n".join(str(operator._schema) for operator in OPERATORS.values())
-#: Hash of the table, which servers show. A server that has all operators of a program runs it even if the hashes differ.
+#: Hash of the table, which servers report. A server that has all operators of a program runs it even if the hashes differ.
 OPERATORS_HASH = hashlib.sha256(_SCHEMAS.encode()).hexdigest()[:16]
 
 
@@ -153,7 +153,7 @@ class _Equations(Container[str]):
 
 _INTERPOLATIONS = frozenset({"linear", "lower", "higher", "midpoint", "nearest"})
 
-#: The values that arguments of type string may have, by operator without overload and argument.
+#: The allowed values of each string argument, by operator (without overload) and argument.
 STRINGS: dict[tuple[str, str], Container[str]] = {
     ("einsum", "equation"): _Equations(),
     ("quantile", "interpolation"): _INTERPOLATIONS,
@@ -171,18 +171,18 @@ STRINGS: dict[tuple[str, str], Container[str]] = {
 _VIEW_NAMES = frozenset(f"aten.{name}" for name in _VIEWS.split())
 _IN_PLACE_NAMES = frozenset(f"aten.{name}" for name in (_IN_PLACE + _DRAWING).split() if name.split(".")[0].endswith("_"))
 
-#: Names of the operators that draw; programs give them no generator, the interpreter does.
+#: Names of the operators that draw random numbers. The interpreter passes them a generator; programs cannot.
 DRAWING = frozenset(f"aten.{name}" for name in _DRAWING.split())
 
 
 @functools.cache
 def is_composite(operator: Any) -> bool:
-    """Whether torch computes the operator by others."""
+    """Whether torch decomposes the operator into other operators."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
 
 
 def is_view(name: str) -> bool:
-    """Whether results of the operator may share memory with its first argument."""
+    """Whether a result of the operator may share memory with its first argument."""
     return name in _VIEW_NAMES
 
 

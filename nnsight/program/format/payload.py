@@ -1,8 +1,8 @@
 """Jobs as bytes.
 
-A job is what a client sends: one or several runs of a model, the nodes of a program, and the values to return. It is one safetensors file
-(:mod:`~nnsight.program.format.container`) whose tensors are constants and inputs. Reading a job checks everything that needs no model. Jobs
-with equal headers differ in the values of tensors only, so headers that were checked are kept.
+A client sends a job: one or several runs of a model, the nodes of a program, and the values to return. A job is one safetensors file
+(:mod:`~nnsight.program.format.container`), whose tensors are constants and inputs. Decoding a job runs all checks that need no model. Jobs
+with equal headers differ only in the values of their tensors, so checked headers are cached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ VERSION = 1
 
 Fact = TypeVar("Fact")
 
-#: Checked jobs without their tensors, and the lengths of their payloads, by header and limits.
+#: Cache of checked jobs without their tensors, and of the sizes of their payloads, by header and limits.
 _known: OrderedDict[tuple[bytes, Limits], tuple[Job, int]] = OrderedDict()
 _KEPT_BYTES, _LONGEST = 4 * 2**20, 2**18
 _lock = threading.Lock()
@@ -44,10 +44,10 @@ class Job:
     Attributes:
         runs: For each run ``{"call": "trace" or "generate", "args": tree, "kwargs": tree, "blocks": number of blocks}``.
         nodes: The program, see :mod:`~nnsight.program.format.nodes`.
-        saves: The values to return: a tree by name.
+        saves: The trees of the values to return, by name.
         tensors: Constants and inputs, by name.
-        header: The header it was read from; empty for a job that was not read.
-        seed: The seed of its random numbers, if it draws some.
+        header: The header that the job was decoded from; empty if it was not decoded by :func:`decode_known`.
+        seed: The seed of the random numbers of the job, or ``None``.
         facts: Results of :func:`fact`, shared by all jobs with this header.
     """
 
@@ -67,8 +67,8 @@ class Job:
 
 
 def fact(job: Job, name: Hashable, find: Callable[[], Fact]) -> Fact:
-    """Return the result of ``find``, which depends on the header of ``job`` only; it is called once for each header."""
-    if not job.header:  # it was not read, and may change
+    """Return the result of ``find``, which may depend only on the header of ``job``. It is called once for each header."""
+    if not job.header:  # such a job may change
         return find()
     if name not in job.facts:
         job.facts[name] = find()
@@ -77,7 +77,7 @@ def fact(job: Job, name: Hashable, find: Callable[[], Fact]) -> Fact:
 
 
 def inputs_of(job: Job) -> dict[str, torch.Tensor]:
-    """Return the named inputs of a program, with the values that they had in the recording; other constants have names that are none."""
+    """Return the inputs of a program by name, with their values in the recording. Names of other constants are not identifiers."""
     used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
     return {name: job.tensors[name] for name in sorted(used) if name.isidentifier()}
 
@@ -91,14 +91,14 @@ def decode(payload: bytes, limits: Limits | None = None) -> Job:
     """Return the job in a payload. Nothing in it is executed, imported or looked up by name.
 
     Raises:
-        InvalidProgramError: If it is malformed or too large.
+        InvalidProgramError: If the payload is malformed or too large.
     """
     limits = limits or Limits()
     return _checked(*unpack(payload, limits.payload_bytes, limits.header_bytes), limits)
 
 
 def decode_known(payload: bytes, limits: Limits | None = None) -> Job:
-    """Return the job in a payload, as :func:`decode`; jobs with equal headers share their content, so nobody may change it."""
+    """Return the job in a payload, as :func:`decode` does. Jobs with equal headers share their content, so callers must not change it."""
     limits = limits or Limits()
     header = header_of(payload, limits.payload_bytes, limits.header_bytes)
     known, size = _known.get((header, limits), (None, 0))
@@ -115,16 +115,16 @@ def decode_known(payload: bytes, limits: Limits | None = None) -> Job:
 
 
 def _checked(content: Any, tensors: dict[str, torch.Tensor], limits: Limits) -> Job:
-    """Return the job of a container."""
+    """Return the job of a container, after checking it."""
     keys = {"version", "operators", "runs", "nodes", "saves"}
-    require(type(content) is dict and content.keys() - {"seed"} == keys, "The payload is no job.")
+    require(type(content) is dict and content.keys() - {"seed"} == keys, "The payload is not a job.")
     known = type(content["version"]) is int and content["version"] == VERSION
-    require(known, f"The payload has version {str(content['version'])[:20]} of the format; this is {VERSION}.")
+    require(known, f"The payload has version {str(content['version'])[:20]} of the format, and this process reads version {VERSION}.")
     operators = content["operators"]
     named = is_text(operators) and operators.isalnum() and operators.isascii()
     require(named, "The payload does not say which operators its client has.")
     seed: Any = content.get("seed")
-    require("seed" not in content or (is_int(seed) and seed >= 0), "The seed of the payload is no natural number.")
+    require("seed" not in content or (is_int(seed) and seed >= 0), "The seed of the payload is not a nonnegative integer.")
     job = Job(content["runs"], content["nodes"], content["saves"], tensors, seed=seed)
     budget = Budget(limits.items, limits.nesting)
     _check_runs(job, budget, limits)
@@ -132,32 +132,32 @@ def _checked(content: Any, tensors: dict[str, torch.Tensor], limits: Limits) -> 
     _check_saves(job, budget)
     used = {node["tensor"] for node in job.nodes if node["do"] == "const"}
     used |= {name for run in job.runs for tree in (run["args"], run["kwargs"]) for name in tensor_names(tree)}
-    require(used == tensors.keys(), "The container has tensors that nothing uses.")
+    require(used == tensors.keys(), "The container has tensors that the job does not use.")
     return job
 
 
 def _check_runs(job: Job, budget: Budget, limits: Limits) -> None:
-    require(type(job.runs) is list and 1 <= len(job.runs) <= limits.runs, f"A job has 1 to {limits.runs} runs.")
+    require(type(job.runs) is list and 1 <= len(job.runs) <= limits.runs, f"A job must have 1 to {limits.runs} runs.")
     for run in job.runs:
         require(type(run) is dict and set(run) == {"call", "args", "kwargs", "blocks"}, "A run is malformed.")
         require(run["call"] in ("trace", "generate"), "A run calls the model in an unknown way.")
         counted = is_int(run["blocks"]) and 0 <= run["blocks"] <= limits.rows
-        require(counted, f"A run has at most {limits.rows} blocks.")
+        require(counted, f"A run can have at most {limits.rows} blocks.")
         for key, kind in (("args", "list"), ("kwargs", "dict")):
-            require(type(run[key]) is dict and kind in run[key], f"`{key}` of a run is no {kind}.")
+            require(type(run[key]) is dict and kind in run[key], f"`{key}` of a run is not a {kind}.")
             check_tree(run[key], _INPUTS, budget)
             there = job.tensors.keys() >= set(tensor_names(run[key]))
             require(there, "A run uses a tensor that the container does not have.")
         names = [name for name, _ in run["kwargs"]["dict"]]
         named = all(type(name) is str and name.isidentifier() and name.isascii() for name in names)
-        require(named, "The name of an argument of a run is no name.")
+        require(named, "The name of an argument of a run is not an identifier.")
 
 
 def _check_saves(job: Job, budget: Budget) -> None:
-    require(type(job.saves) is dict, "The saves are no object.")
+    require(type(job.saves) is dict, "The saves are not an object.")
     for name, tree in job.saves.items():
         named = is_text(name) and name.isidentifier() and not name.startswith("__") and not iskeyword(name)
-        require(named, f"A value cannot be saved as {name[:40]!r}, which is no name.")
+        require(named, f"A value cannot be saved as {name[:40]!r}, which is not a valid name.")
         check_tree(tree, _SAVES, budget)
         try:
             check_references(tree, job.nodes)

@@ -1,4 +1,4 @@
-"""Results as bytes: safetensors for the tensors, a JSON tree for how they nest."""
+"""Results as bytes: tensors in safetensors, and their nesting as a JSON tree."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ VERSION = 1
 
 _KINDS = frozenset({"list", "tuple", "dict", "tensor", "str", "float", "dtype", "absent"})
 
-#: Results come from a server that the user chose: these bounds are for damaged files.
+#: The user chose the server, so these bounds only protect against damaged files.
 _MAX_BYTES = 2**40
 _MAX_HEADER = 2**28
 
 
 class Tensors(dict[str, torch.Tensor]):
-    """The tensors of results by name, each once."""
+    """The tensors of results by name. A tensor that is added twice has one name."""
 
     def __init__(self) -> None:
         super().__init__()
         self._names: dict[int, str] = {}
 
     def tree(self, tensor: torch.Tensor) -> Tree:
-        """Return the tree of a tensor, which becomes part of the results."""
+        """Add a tensor to the results, and return its tree."""
         name = self._names.setdefault(id(tensor), f"r{len(self)}")
         self[name] = tensor
         return {"tensor": name}
 
 
 def encode_results(values: dict[str, Any]) -> bytes:
-    """Return values by name, nested lists, tuples and dicts of tensors and plain data, as a container."""
+    """Return a container of values by name. A value is nested lists, tuples and dicts of tensors and plain data."""
     tensors = Tensors()
 
     def leaf(value: Any) -> Any:
@@ -44,15 +44,15 @@ def encode_results(values: dict[str, Any]) -> bytes:
 
 
 def pack_results(saves: dict[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:
-    """Return trees by name, and the tensors that they mention, as a container."""
+    """Return a container of trees by name, and of the tensors that they mention."""
     return pack({"version": VERSION, "saves": saves}, tensors)
 
 
 def unpack_results(results: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return the trees and the tensors of a container; raise an :class:`InvalidProgramError` if it is malformed."""
+    """Return the trees and the tensors of a container. Raise an :class:`InvalidProgramError` if it is malformed."""
     content, tensors = unpack(results, _MAX_BYTES, _MAX_HEADER)
     known = type(content) is dict and set(content) == {"version", "saves"} and content["version"] == VERSION
-    require(known, "These are no results of a version that can be read.")
+    require(known, f"The data is not a container of results in version {VERSION} of the format.")
     require(type(content["saves"]) is dict, "The results are malformed.")
     budget = Budget(10**8, 64)
     for tree in content["saves"].values():
@@ -64,7 +64,7 @@ def unpack_results(results: bytes) -> tuple[dict[str, Any], dict[str, torch.Tens
 def decode_results(results: bytes) -> dict[str, Any]:
     """Return saved values by name: nested lists, tuples and dicts of tensors and plain data. Nothing is unpickled.
 
-    Values that only the client has, such as objects of its own, are left out, as are entries that were never computed.
+    Values that only the client has, such as its own objects, are left out. Entries that were never computed are left out, too.
 
     Raises:
         InvalidProgramError: If the container is malformed.
@@ -73,7 +73,7 @@ def decode_results(results: bytes) -> dict[str, Any]:
 
 
 def values_of(saves: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Return the values that trees stand for, by name, without those that are absent."""
+    """Return the values of trees by name, without absent values."""
 
     def leaf(kind: str, content: Any) -> Any:
         return tensors[content] if kind == "tensor" else None if content == NONE else ABSENT

@@ -1,14 +1,13 @@
 """Sizes that a block reads while a program for other inputs is recorded.
 
-Python computes with a size in the recording, and the program has only the result: a position, a number of steps, a quotient. So for every
-size that the block reads, and that a function of torch computes with or makes a number of tensors of (``chunk``), a node ``size``
-records its value. A run with another size is refused with the user's line; its results would be wrong. Composite operators of the table
-(``matmul``, ``reshape``) are recorded as they are, so what torch does with sizes in them needs no such node.
+During a recording, Python computes with a size, and the program contains only the result, such as a position or a quotient. The program
+would give wrong results for inputs of other sizes. So a node ``size`` records every size that the block reads, that a function of torch
+computes with, or that decides how many tensors a function returns (``chunk``). A run with another size is refused, with the user's line.
+Composite operators of the table (``matmul``, ``reshape``) are single nodes, so the sizes that torch reads inside them are not recorded.
 
-A size that depends on values, as that of ``hidden[hidden > 0]``, is an unknown of torch, a ``SymInt``, in every recording. A block that
-reads it is refused.
+A size that depends on values, as in ``hidden[hidden > 0]``, is a ``SymInt`` in a recording. Reading it cuts the recording, or is refused.
 
-A :class:`Shape` notes which of its sizes are read: ``hidden.shape[-1]`` fixes the width of the model and no length of a prompt.
+A :class:`Shape` notes which of its sizes are read: ``hidden.shape[-1]`` fixes the width of the model, but not the length of the prompt.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import torch
 
 from .operators import OPERATORS
 
-#: Prefixes of integer arguments that are no sizes: dimensions, choices, and integers that torch passes on unchanged.
+#: Prefixes of the names of integer arguments that are not sizes: dimensions, choices, and integers that torch passes on unchanged.
 _NO_SIZES = ("dim", "reduction", "normalized_shape", "pad")
 
-#: Functions that become operators of other names, with the integers that the block gives.
+#: Functions whose operators have other names. Their integers come from the block.
 _INDEXING = frozenset({"__getitem__", "__setitem__"})
 
 #: Methods that return sizes.
@@ -33,25 +32,25 @@ _INTEGERS = frozenset({"int", "SymInt", "List[int]", "List[SymInt]"})
 
 
 class Shape(tuple[int, ...]):
-    """The sizes of a tensor; notes which of them are read, and asks for one that depends on values.
+    """The sizes of a tensor. It notes which of them are read, and asks for the value of a size that depends on values.
 
-    Functions of torch would read them unseen, so they get the result of :func:`plain`.
+    Functions of torch read the entries of a tuple without calling its methods, so they get the result of :func:`plain` instead.
     """
 
     _note: Callable[[int], int | None]
 
     def __new__(cls, sizes: torch.Size, note: Callable[[int], int | None]) -> Shape:
-        """Return the shape of ``sizes``; ``note`` is called with the number of each dimension that is read, and may return its size."""
+        """Return the shape ``sizes``. ``note(dim)`` is called for each dimension that is read, and returns the size if it was unknown."""
         made = super().__new__(cls, sizes)
         made._note = note
         return made
 
     def all(self) -> torch.Size:
-        """Return all sizes, and note each as read."""
+        """Return all sizes, and note that each of them is read."""
         return torch.Size(self[:])
 
     def numel(self) -> int:
-        """Return how many entries there are."""
+        """Return the number of elements of the tensor."""
         return self.all().numel()
 
     def __getitem__(self, index: Any) -> Any:
@@ -72,16 +71,16 @@ class Shape(tuple[int, ...]):
 
 
 def has_unknown_size(tensor: torch.Tensor) -> bool:
-    """Whether a size of a fake depends on values."""
+    """Whether a size of a fake tensor depends on values."""
     return any(isinstance(size, torch.SymInt) for size in tensor.shape)
 
 
 def known_dims(tensor: torch.Tensor) -> list[int]:
-    """Return the dimensions of a fake whose sizes depend on no values."""
+    """Return the dimensions of a fake tensor whose sizes do not depend on values."""
     return [dim for dim, size in enumerate(tensor.shape) if not isinstance(size, torch.SymInt)]
 
 
-def _looking(name: str) -> Any:
+def _reads_all(name: str) -> Any:
     def method(self: Shape, *args: Any) -> Any:
         return getattr(self.all(), name)(*map(plain, args))
 
@@ -89,21 +88,21 @@ def _looking(name: str) -> Any:
 
 
 for _name in "eq ne lt le gt ge add mul rmul contains".split():
-    setattr(Shape, f"__{_name}__", _looking(f"__{_name}__"))
+    setattr(Shape, f"__{_name}__", _reads_all(f"__{_name}__"))
 for _name in "count index".split():
-    setattr(Shape, _name, _looking(_name))
+    setattr(Shape, _name, _reads_all(_name))
 Shape.__radd__ = lambda self, other: other + self.all()  # type: ignore[attr-defined]
 
 
 def plain(value: Any) -> Any:
-    """Return an argument of a function, with sizes in place of a :class:`Shape`."""
+    """Return an argument of a function, with all sizes in place of a :class:`Shape`."""
     return value.all() if isinstance(value, Shape) else value
 
 
-#: Operators with which functions of torch divide by a size.
+#: Operators that functions of torch use to divide by a size.
 _SCALING = frozenset({"aten.div.Tensor", "aten.div.Scalar", "aten.mul.Tensor", "aten.mul.Scalar"})
 
-#: Operators that divide a dimension: the argument that says how, and the number of parts by the size and that argument.
+#: Operators that split a dimension: the name of their argument, and a function of the size and that argument that counts the parts.
 _DIVIDING: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "aten.unbind.int": ("", lambda size, _: size),
     "aten.split.Tensor": ("split_size", lambda size, length: -(-size // max(length, 1))),
@@ -113,7 +112,7 @@ _DIVIDING: dict[str, tuple[str, Callable[[int, int], int]]] = {
 
 
 def division(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return which dimension an operator divides, and the number of its results; ``None`` if it divides none."""
+    """Return the dimension that an operator splits, and the number of its results; ``None`` if it splits no dimension."""
     if operator not in _DIVIDING:
         return None
     names = [argument.name for argument in OPERATORS[operator]._schema.arguments]
@@ -123,7 +122,7 @@ def division(operator: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> t
 
 
 def takes_sizes(function: str, operator: str, args: Sequence[Any], given: Sequence[Any]) -> bool:
-    """Whether an operator got integers that torch computed, perhaps from sizes: integers that are not ``given`` to the function."""
+    """Whether an operator gets integers that torch computed, perhaps from sizes. They are not ``given`` to the calling ``function``."""
     if function in _INDEXING:
         return False
     same = function.strip("_") == operator.split(".")[1].strip("_")

@@ -1,19 +1,19 @@
 """Nested values as JSON.
 
-A *tree* is JSON. Numbers, booleans and null stand for themselves; everything else is an object with one key that says what it is:
+A *tree* is JSON. Numbers, booleans and null stand for themselves. Each other value is an object with one key, which is its kind:
 
 =================================  ======================================================================
-``{"ref": [node, output]}``        a tensor that a node of the program makes
+``{"ref": [node, output]}``        the tensor number ``output`` in the result of a node of the program
 ``{"tensor": name}``               a tensor of the container
 ``{"list": [...]}``                a list; ``{"tuple": [...]}`` likewise
 ``{"dict": [[key, tree], ...]}``   a dict; keys are strings or integers
 ``{"str": text}``                  a string
 ``{"float": "inf"}``               a float that JSON cannot write: ``inf``, ``-inf``, ``nan``
 ``{"dtype": "float32"}``           a dtype of torch
-``{"absent": why}``                nothing: what the client alone has, or what was never computed
+``{"absent": why}``                no value: only the client has it, or it was never computed
 =================================  ======================================================================
 
-Trees are checked against the kinds that their place allows, and never turned into anything but these values.
+Each place of a program allows certain kinds, and trees are checked against them. Reading a tree makes no other objects than these values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from .errors import require
 
-#: JSON of a nested value.
+#: A nested value as JSON.
 Tree = Any
 
 DTYPES: dict[str, torch.dtype] = {
@@ -36,12 +36,12 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 FLOATS = {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}
 
-#: Strings longer than this are never names, options or keys.
+#: Maximum length of names, options and keys.
 MAX_STRING = 256
 
 
 class Absent:
-    """Stands for a value that is not there."""
+    """The type of :data:`ABSENT`, which stands for a missing value."""
 
     def __repr__(self) -> str:
         return "<absent>"
@@ -54,20 +54,20 @@ NONE = "None"
 
 
 class Budget:
-    """The number of items that all trees of a job may still have, and the depth of each."""
+    """The number of items that the trees of a job may still contain, and the maximum depth of each tree."""
 
     def __init__(self, items: int, nesting: int) -> None:
         self.items, self.nesting = items, nesting
 
     def spend(self, depth: int) -> None:
-        """Count one item; raise an :class:`InvalidProgramError` if there are too many, or they nest too deep."""
+        """Count one item. Raise an :class:`InvalidProgramError` if there are too many, or if ``depth`` is too large."""
         self.items -= 1
         require(self.items >= 0, "The program has more items than the limit `items` allows.")
-        require(depth <= self.nesting, f"A value nests deeper than the limit `nesting`, {self.nesting}.")
+        require(depth <= self.nesting, f"A value is nested more deeply than the limit `nesting`, {self.nesting}.")
 
 
 def is_int(value: Any) -> bool:
-    """Whether ``value`` is an integer that torch can hold; booleans are none."""
+    """Whether ``value`` is an integer that fits into 64 bits. Booleans do not count as integers."""
     return type(value) is int and -(2**63) <= value < 2**63
 
 
@@ -77,19 +77,19 @@ def is_text(value: Any) -> bool:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether ``value`` is an integer that torch can hold, or a float that JSON can write."""
+    """Whether ``value`` is an integer that fits into 64 bits, or a finite float."""
     return is_int(value) or (type(value) is float and math.isfinite(value))
 
 
 def check_tree(tree: Tree, kinds: frozenset[str], budget: Budget, depth: int = 0) -> None:
-    """Raise an :class:`InvalidProgramError` unless ``tree`` is well formed and made of ``kinds`` (and numbers, booleans and null)."""
+    """Raise an :class:`InvalidProgramError` unless ``tree`` is well formed and has only ``kinds``, numbers, booleans and null."""
     budget.spend(depth)
     if tree is None or type(tree) is bool:
         return
     if type(tree) in (int, float):
         require(is_finite(tree), "A number is out of range.")
         return
-    require(type(tree) is dict and len(tree) == 1, f"A {type(tree).__name__} stands where a value belongs.")
+    require(type(tree) is dict and len(tree) == 1, f"A value is a {type(tree).__name__}, not a number or an object with one key.")
     ((kind, content),) = tree.items()
     require(kind in kinds, f"A value of kind {kind[:40]!r} is not allowed here.")
     require(_CHECKS[kind](content), f"A value of kind {kind!r} is malformed.")
@@ -100,7 +100,7 @@ def check_tree(tree: Tree, kinds: frozenset[str], budget: Budget, depth: int = 0
         seen = set()
         for pair in content:
             named = type(pair) is list and len(pair) == 2 and (is_text(pair[0]) or is_int(pair[0]))
-            require(named and pair[0] not in seen, "A dict is malformed, or has a key twice.")
+            require(named and pair[0] not in seen, "A dict is malformed, or has the same key twice.")
             seen.add(pair[0])
             check_tree(pair[1], kinds, budget, depth + 1)
 
@@ -123,12 +123,12 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
 
 
 def is_ref(value: Any) -> bool:
-    """Whether JSON is a reference to what a node makes."""
+    """Whether JSON is a reference to the result of a node."""
     return type(value) is dict and len(value) == 1 and type(value.get("ref")) is list
 
 
 def references(value: Any) -> Iterator[tuple[int, int]]:
-    """Yield the node and output of each reference in checked JSON: a tree, or a node."""
+    """Yield the node and output of each reference in checked JSON, which is a tree or a node."""
     if is_ref(value):
         yield value["ref"][0], value["ref"][1]
     elif type(value) in (list, dict):
@@ -146,14 +146,14 @@ def with_references(value: Any, replace: Callable[[int, int], Any]) -> Any:
 
 
 def tensor_names(tree: Tree) -> Iterator[str]:
-    """Yield the name of each tensor of the container that a checked tree mentions."""
+    """Yield the name of each ``tensor`` in a checked tree."""
     for kind, content in leaves(tree):
         if kind == "tensor":
             yield content
 
 
 def leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
-    """Yield kind and content of each leaf of a checked tree that is written as an object."""
+    """Yield the kind and content of each leaf of a checked tree, apart from numbers, booleans and null."""
     if type(tree) is dict:
         ((kind, content),) = tree.items()
         if kind in ("list", "tuple"):
@@ -167,9 +167,9 @@ def leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
 
 
 def read_tree(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
-    """Return the value of a checked tree, or of a plain list of trees; ``leaf(kind, content)`` gives all kinds but plain data.
+    """Return the value of a checked tree, or of a plain list of trees. ``leaf(kind, content)`` returns the values that are not plain data.
 
-    Entries of lists for which ``leaf`` gives :data:`ABSENT` are left out.
+    Items of lists and tuples are left out if ``leaf`` returns :data:`ABSENT` for them.
     """
     if type(tree) is list:
         return [read_tree(item, leaf) for item in tree]
@@ -194,7 +194,7 @@ def read_tree(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
 
 
 def write_tree(value: Any, leaf: Callable[[Any], Tree]) -> Tree:
-    """Return the tree of a value; ``leaf(value)`` gives that of tensors, and of whatever has no tree of its own."""
+    """Return the tree of a value. ``leaf(value)`` returns the tree of each tensor, and of each object that a tree cannot represent."""
     kind = type(value)
     if value is None or kind is bool:
         return value

@@ -1,1 +1,1 @@
-"""Recording: a block runs against fakes, and its torch calls become nodes of a program."""
+"""Recording: a block runs on fake tensors, and its torch calls become nodes of a program."""

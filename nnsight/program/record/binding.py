@@ -1,8 +1,8 @@
-"""Results in the user's variables.
+"""Binding results to the user's variables.
 
-After a recording the variables of the block hold fakes, also inside of lists and objects of the user. When results arrive, lists
-and dicts are filled in place, and names get the tensors. Values that a loop never computed because it ended early are left out
-of lists; names for them stay unbound.
+After a recording, the variables of the block hold fake tensors, also inside lists and objects of the user. When the results arrive, lists
+and dicts are filled in place, and names are bound to the tensors. A loop that ended early has not computed some values. Lists do not
+contain such values, and names for them stay unbound.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from ..format.trees import ABSENT, NONE, leaves
 
 @dataclass
 class Recorded:
-    """A recorded block: the job to run, and the saved values to fill with its results, which have fakes for tensors.
+    """A recorded block: the job to run, and the saved ``values``, whose fake tensors are replaced by results.
 
-    ``known`` has each fake with its node and output, by its identity; a fake that is alive keeps its identity. ``fixed`` says why names
-    are no inputs of the program. ``arguments`` are those of the model in the latest run, and ``tensors`` what the program takes by name.
+    ``known`` has each fake tensor with its node and output, by its ``id``, and keeps it alive. ``scope`` has the variables of the block.
+    ``fixed`` has the reasons why names are not inputs of the program. ``arguments`` are the arguments of the model in the latest run, and
+    ``tensors`` are the tensors that the program takes, by name.
     """
 
     job: Job
@@ -44,15 +45,15 @@ class Recorded:
         return encode(self.job)
 
     def bind(self, results: bytes) -> dict[str, Any]:
-        """Give the user's saved names their values, from a container of results; return them by name.
+        """Bind the user's saved names to the values in a container of results, and return these values by name.
 
-        Lists and dicts that the user saved are filled in place. Other names are bound in the block's scope, unless the ``with`` statement
-        has ended, as it has for a job that was not waited for.
+        Lists and dicts that the user saved are filled in place. Other names are bound in the block's scope. They are not bound if the
+        ``with`` statement has ended, which is the case if the trace did not wait for its job.
         """
         return self.fill(*unpack_results(results))
 
     def fill(self, found: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """As :meth:`bind`, from the trees of the saved values and the tensors in them."""
+        """Do the same as :meth:`bind`, with the trees of the saved values and their tensors."""
         for name, tree in self.job.saves.items():
             for (kind, content), (other, result) in zip(leaves(tree), leaves(found.get(name)), strict=False):
                 if kind == "ref":
@@ -67,12 +68,12 @@ class Recorded:
         return bound
 
     def forget(self) -> None:
-        """Leave the saved names unbound: no results will come."""
+        """Unbind the saved names, because no results will arrive."""
         for name in self.values:
             self._set(name, ABSENT)
 
     def _filled(self, value: Any) -> Any:
-        """Return ``value`` with results in place of fakes."""
+        """Return ``value`` with results in place of fake tensors."""
         if isinstance(value, torch.Tensor):
             known = self.known.get(id(value))
             return value if known is None else self._found.get(known[1:], value)
@@ -103,11 +104,11 @@ class Recorded:
         return value
 
     def _activation(self, leaf: Any) -> Any:
-        """Return a leaf of a cache of activations; key-value caches stay where the model is."""
+        """Return the result for a leaf of a cache of activations. Key-value caches are not sent, so they become ``None``."""
         return None if is_batched_container(leaf) else self._filled(leaf)
 
     def _set(self, name: str, value: Any) -> None:
-        """Bind a name of the block, if the block is still there."""
+        """Bind a name in the scope of the block, unless the ``with`` statement has ended."""
         cell = None if self.scope is None else self.scope.cells.get(name)
         if cell is None or saves.get() is None:
             return

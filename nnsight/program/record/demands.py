@@ -1,12 +1,12 @@
-"""Values that a block demands while it is recorded.
+"""Values that a block needs while it is recorded.
 
-A block is recorded on fakes, which have no values. Where its Python needs one (a condition, ``.item()``, an array), the recording is *cut*:
-the program so far, up to a ``stop`` where the block stands, is sent as a job that returns the value. The block goes on with the value, and
-what it makes of it is a constant of the rest of the program. The program as a whole runs last. So the model runs once for each cut, and
-once more.
+A block is recorded on fake tensors, which have no values. Where its Python needs a value (a condition, ``.item()``, an array), the
+recording is *cut*: the program so far, with a ``stop`` at the present position of the block, is sent as a job that returns the value. The
+block continues with the value, and the results that it computes from it are constants of the rest of the program. The whole program runs
+last. So the model runs once for each cut, and once more.
 
-Nothing is held where the model runs, so each job begins with the first node. All jobs of a recording have one seed, and every operator that
-draws is part of each later job, so they draw the same numbers. Lines that a job has printed are not part of later ones.
+The server keeps nothing between the jobs of a recording, so each job begins with the first node. All jobs have the same seed, and a job
+contains all random operators of the earlier jobs, so they draw the same numbers. It does not repeat lines that earlier jobs have printed.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from .refusals import here, position, shown, why_demand
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-#: Functions of a tensor that give Python a value. Others of the demanding ones would show or change memory that is elsewhere.
+#: Functions that need values and can run on a copy. Other functions that need values would show or change memory of another process.
 VALUES = frozenset(
     "__bool__ __int__ __float__ __complex__ __index__ __contains__ __array__ __deepcopy__ __reduce_ex__ item tolist numpy equal allclose "
     "is_nonzero".split()
 )
 
-#: What fakes do, entry by entry.
+#: The original method of fake tensors, which asks for each entry by itself.
 _tolist = FakeTensor.tolist
 
 
@@ -55,59 +55,59 @@ def _tolist_at_once(fake: FakeTensor) -> Any:
     return _tolist(fake)
 
 
-#: Lets ``tolist`` of a fake be one call, so that a recorder sees it.
+#: While active, the ``tolist`` of a fake tensor is one call for the recorder.
 whole_lists = SharedChange(
     lambda: setattr(FakeTensor, "tolist", _tolist_at_once), lambda _: setattr(FakeTensor, "tolist", _tolist)
 )
 
 
 class NoOperatorError(NotExpressibleError):
-    """Programs have no such ``operator``."""
+    """Programs cannot contain ``operator``."""
 
     def __init__(self, message: str, operator: Any) -> None:
         super().__init__(here(message))
         self.reason, self.operator = message, operator
 
 
-#: What is raised where a function that is called on fakes needs values.
+#: Errors of functions on fake tensors that need values.
 NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, NoOperatorError)
 
 _EDITED = "does not reach the model. `.clone()` it first, or edit the value itself in the block of a trace."
 
 
 class Cuts:
-    """Gets the values that a block demands.
+    """Gets the values that a block needs, by sending jobs.
 
     Args:
         recorder: Records the block.
-        send: Runs a payload and returns its results; without it, demands are refused.
-        limit: How many jobs may be sent for values in one recording.
+        send: Runs a payload and returns its results. Without it, needs for values are refused.
+        limit: Maximum number of jobs in one recording.
 
     Attributes:
-        forced: Nodes that draw and were part of a job, so that they are part of all later ones.
-        printed: Nodes whose lines have been shown.
+        forced: Nodes that draw random numbers and were part of a job. All later jobs contain them.
+        printed: Nodes whose lines earlier jobs have printed.
     """
 
     def __init__(self, recorder: Recorder, send: Callable[[bytes], bytes] | None, limit: int) -> None:
         self._recorder, self._send, self._limit = recorder, send, limit
         self._made = 0
         self._known = KnownValues(recorder)
-        self._lent: list[tuple[torch.Tensor, int, str]] = []  # values that results share memory with, and what it means if one was edited
+        self._lent: list[tuple[torch.Tensor, int, str]] = []  # values that share memory with results, their versions, and errors
         self.forced: set[int] = set()
         self.printed: set[int] = set()
 
     def call(
         self, name: str, function: Callable[..., Any], args: Any, kwargs: Any, refusal: str, also: Iterable[torch.Tensor] = ()
     ) -> Any:
-        """Call a function on values in place of fakes; what it returns is real.
+        """Call a function on values in place of fake tensors, and return its real result.
 
         Args:
-            name: Of the function.
+            name: Name of the function.
             function: Called with ``args`` and ``kwargs``.
             args: Nested arguments.
-            kwargs: Likewise, by name.
-            refusal: Why it is refused, if values cannot be asked for.
-            also: Fakes whose values come along if a job is sent.
+            kwargs: Nested arguments by name.
+            refusal: Message of the error if no job can be sent.
+            also: Fake tensors whose values are fetched, too, if a job is sent.
         """
         weights = self._recorder.model.weights
         leaves, structure = pytree.tree_flatten((args, kwargs))
@@ -115,7 +115,7 @@ class Cuts:
         fakes = [self._recorder.substitute(leaves[place]) for place in places]
         values = self.values_of(fakes, name, refusal, also)
         with self._recorder.paused(), _disable_current_modes():
-            with torch.inference_mode(False):  # so that they have versions
+            with torch.inference_mode(False):  # inference tensors have no versions
                 values = [_laid_out_as(fake, value) for fake, value in zip(fakes, values, strict=True)]
             versions = [value._version for value in values]
             for place, value in zip(places, values, strict=True):
@@ -124,7 +124,8 @@ class Cuts:
             result = function(*args, **kwargs)
             made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             memory = {leaf.untyped_storage()._cdata for leaf in made}
-        message = here(f"What {shown(name)} returned here was edited in place, which {_EDITED}")
+        call = shown(name)
+        message = here(f"The result of {call[0].lower()}{call[1:]} was edited in place, which {_EDITED}")
         for value, version in zip(values, versions, strict=True):
             if value.untyped_storage()._cdata in memory:
                 self._lent.append((value, version, message))
@@ -133,13 +134,13 @@ class Cuts:
         if any(leaf.is_floating_point() for leaf in made) and not all(map(self._is_detached, fakes)):
             self._recorder.gradients.lose(f"{shown(name)} before was done with values, which autograd does not follow")
         if type(result).__module__ == "numpy" and hasattr(result, "setflags"):
-            result.setflags(write=False)  # writing to it would change nothing in the model
+            result.setflags(write=False)  # a write to the array would not reach the model
         return result
 
-    def instead(
+    def recover(
         self, name: str, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception, refusal: str = ""
     ) -> Any:
-        """Do with values what cannot be a node, because of ``error``. An index by a mask becomes one by integers: only the mask is sent."""
+        """Call a function on values, because it raised ``error`` on fakes. An index by a mask is recorded as an index by integers."""
         refusal = refusal or (error.reason if isinstance(error, NoOperatorError) else why_demand(name))
         if name == "masked_select" and not kwargs:
             name, args = "__getitem__", tuple(torch.broadcast_tensors(*args))
@@ -149,18 +150,18 @@ class Cuts:
                 return args[0][tuple(map(self._recorder._argument, index))]
         operator = getattr(error, "operator", None)
         shows = operator is not None and any(item.alias_info is not None for item in operator._schema.arguments)
-        if shows or edits_in_place(function):  # what it returns here would not be memory of the model
+        if shows or edits_in_place(function):  # the real result would not share memory with the model's tensor
             raise NotExpressibleError(here(refusal)) from error
         return self.call(name, function, args, kwargs, refusal)
 
     def check(self) -> None:
-        """Raise if the block has edited what shares memory with a value."""
+        """Raise an error if the block has edited a value through a result that shares memory with it."""
         for value, version, message in self._lent:
             if value._version != version:
                 raise NotExpressibleError(message)
 
     def values_of(self, fakes: Sequence[torch.Tensor], name: str, refusal: str, also: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
-        """Return the values of fakes, which function ``name`` demands; see :meth:`call`."""
+        """Return the values of fake tensors, which function ``name`` needs. The arguments are those of :meth:`call`."""
         self.check()
         sources: dict[Place, None] = {}
         for fake in fakes:
@@ -173,8 +174,8 @@ class Cuts:
             if self._made == self._limit:
                 raise NotExpressibleError(
                     here(
-                        f"This trace or session asks for values more than {self._limit} times, and each time the model runs anew. Ask for "
-                        "several at once, as in `torch.stack(values).tolist()`, or raise the limit: `CONFIG.API.CUTS = ...`."
+                        f"This trace or session asks for values more than {self._limit} times, and the model runs each time. Ask for "
+                        "several values at once, as in `torch.stack(values).tolist()`, or raise the limit: `CONFIG.API.CUTS = ...`."
                     )
                 )
             self._made += 1
@@ -183,7 +184,7 @@ class Cuts:
                     self._known.keep(source, value)
         found = [value for fake in fakes if (value := self._find(fake)) is not None]
         if len(found) < len(fakes):
-            why = "a generation has ended before, or the model made no tensor there"
+            why = "the generation had ended before, or the model had no tensor there"
             raise ExecutionFailedError(here(f"{shown(name)} needs a value that was not computed: {why}."))
         return found
 
@@ -204,7 +205,7 @@ class Cuts:
     # -- a job -----------------------------------------------------------------------------------------------------------
 
     def _fetch(self, places: list[Place], name: str) -> list[torch.Tensor | None]:
-        """Run the program so far; return the values of places."""
+        """Run the program so far, and return the values of ``places``. Function ``name`` needs them."""
         recorder, send = self._recorder, self._send
         visit = next((visit for visit in reversed(recorder._visits) if visit.block == recorder.block), None)
         location = "the end of the trace" if recorder.block is None else "the start" if visit is None else f"{visit.site}.i{visit.at}"
@@ -214,17 +215,17 @@ class Cuts:
             job, printed = self._job(places)
             payload = recorder.seeded(job)
         assert send is not None
-        found = _apart(lambda: decode_results(send(encode(payload))))
+        found = _in_own_thread(lambda: decode_results(send(encode(payload))))
         self.printed |= printed
         recorder.prints.catch_up()
-        if len(found) < len(places) and recorder.block is not None:  # a generation has ended, and with it the loop of the block
+        if len(found) < len(places) and recorder.block is not None:  # the generation has ended, which ends the loop of the block
             ended = ("model.input", 0) if visit is None else (visit.site, visit.at)
             warnings.warn_explicit(loop_ended_message(*ended), UserWarning, *position())
             raise GreenletExit
         return [found.get(f"value{number}") for number in range(len(places))]
 
     def _job(self, places: list[Place]) -> tuple[Job, set[int]]:
-        """Return a job that returns the values of places, and the nodes whose lines it prints."""
+        """Return a job that returns the values of ``places``, and the nodes whose lines it prints."""
         recorder = self._recorder
         runs, nodes = recorder.with_blocks()
         roots = list(recorder._roots)
@@ -240,7 +241,7 @@ class Cuts:
         if recorder.block is not None:
             visit = next((visit for visit in reversed(recorder._visits) if visit.block == recorder.block), None)
             if visit is not None and visit.places and not recorder.gradients.running:
-                add("read", **visit.place(0))  # the block has to be there, too, when it stops
+                add("read", **visit.place(0))  # makes the block wait for this location before it stops
             copied = [len(nodes) + place for place in range(len(references))]
             for reference in references:
                 add("op", name="aten.clone.default", args=[reference])
@@ -255,7 +256,7 @@ class Cuts:
 
 
 def _places_of_masks(index: Any, value_of: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return an index with integers in place of masks that are fakes; ``None`` if it has none."""
+    """Return an index with integers in place of masks that are fake tensors; ``None`` if there is no such mask."""
     items = index if isinstance(index, tuple) else (index,)
     made: list[Any] = []
     for item in items:
@@ -269,7 +270,7 @@ def _places_of_masks(index: Any, value_of: Callable[[torch.Tensor], torch.Tensor
 
 
 def _laid_out_as(fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a value with the strides of its fake, on which rounding may depend."""
+    """Return a copy of a value with the strides of its fake tensor. Rounding in later operations may depend on the strides."""
     with torch._C.DisableTorchFunction():
         sizes, strides = tuple(fake.size()), fake.stride()
     if has_unknown_size(fake) or sizes != tuple(value.shape) or 0 in strides:
@@ -277,8 +278,8 @@ def _laid_out_as(fake: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(sizes, strides, dtype=value.dtype).copy_(value)
 
 
-def _apart(function: Callable[[], Any]) -> Any:
-    """Return what ``function`` returns in a thread of its own, where no mode of the recording and no run is active."""
+def _in_own_thread(function: Callable[[], Any]) -> Any:
+    """Return the result of ``function``, called in a new thread. There, no run and no mode of the recording is active."""
     found: list[Any] = []
     failed: list[BaseException] = []
 

@@ -1,11 +1,11 @@
-"""Inputs of a program: tensors and floats that its block finds outside, under the names that it uses.
+"""Inputs of a program: tensors and floats that its block takes from outside, under the names that the block uses.
 
-A program that is recorded for other runs takes other values for them later. So a call on such tensors alone, as in ``alpha * vector``, is
-recorded too. It is also made at once: where Python needs the value, it gets it, and the names that it was computed from are *fixed*, as
-the program has what Python made of them.
+A program for other runs takes other values for its inputs later. So a call on such tensors alone, as in ``alpha * vector``, is recorded. It
+also runs at once, on the real values, so Python can get the value of its result. Then the names that the value was computed from become
+*fixed*: they are not inputs, because the program contains results that Python computed from them.
 
-A tensor is an input wherever it is used. Python computes with floats out of sight. So a float is an input only if each mention of its
-name in the block is an operand of a call of torch, as in ``alpha * hidden``; it becomes a tensor without dimensions.
+A tensor is an input wherever it is used. Computations of Python with floats cannot be recorded. So a float is an input only if each mention
+of its name in the block is an operand of a call of torch, as in ``alpha * hidden``. It becomes a tensor without dimensions.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _Position = tuple[int | None, ...]
 
 
 class NamedInputs:
-    """The named values of one block while it is recorded; a name that is among ``taken`` gets a number.
+    """The named values of one block while it is recorded. A variable whose name is already ``taken`` gets a number: ``alpha_2``.
 
-    A block may be a program that was recorded before, which it calls: its ``inputs`` are named values too.
+    If a variable of the block is the program of an earlier recording (a :class:`.ProgramBlock`), its inputs are named values, too.
 
     Attributes:
-        fixed: Names that cannot be inputs, and why.
+        fixed: Reasons why names cannot be inputs, by name.
     """
 
     def __init__(self, block: Block, variables: dict[str, Any], taken: Collection[str] = ()) -> None:
@@ -47,10 +47,10 @@ class NamedInputs:
         self._block = block
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._floats: dict[str, float] = {}
-        self._labels: dict[str, str] = {}  # of the variables
+        self._labels: dict[str, str] = {}  # the input name of each float variable
         self._made: dict[str, torch.Tensor] = {}  # the tensor of each float
         self._operands: dict[_Position, list[ast.Name]] | None = None
-        self._lifted: set[ast.Name] = set()
+        self._lifted: set[ast.Name] = set()  # mentions of floats that became tensors
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor, frozenset[str]]] = {}  # fake, value, names it was computed from
         self.fixed: dict[str, str] = {}
         for value in list(variables.values()):
@@ -60,7 +60,7 @@ class NamedInputs:
             if name not in used or not name.isidentifier():
                 continue
             labels = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-            label = next(found for found in labels if found not in taken)
+            label = next(found for found in labels if found not in taken and (found == name or found not in variables))
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
                 self._tensors.setdefault(id(value), (label, value))
             elif type(value) is float:
@@ -68,31 +68,31 @@ class NamedInputs:
 
     @property
     def names(self) -> set[str]:
-        """The names of its tensors and floats."""
+        """The names of all tensors and floats."""
         return {name for name, _ in self._tensors.values()} | {*self._labels.values()}
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of a tensor of the block's own, if it has one and may be an input."""
+        """Return the name of one of the block's own tensors, or ``None`` if it has no name or cannot be an input."""
         name, _ = self._tensors.get(id(tensor), (None, None))
         return None if name in self.fixed else name
 
     # -- calls on named values alone -------------------------------------------------------------------------------
 
     def are_all(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether ``tensors`` are named, or were computed from such alone."""
+        """Whether ``tensors`` are named, or were computed from named tensors only."""
         return bool(tensors) and all(id(tensor) in self._known or self.name_of(tensor) for tensor in tensors)
 
     def _look_up(self, tensor: torch.Tensor) -> tuple[Any, torch.Tensor, Collection[str | None]]:
         return self._known.get(id(tensor), (None, tensor, {self.name_of(tensor)}))
 
     def value_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the value of a named tensor, or of one that was computed from such alone."""
+        """Return the value of a tensor that is named, or was computed from named tensors only."""
         return self._look_up(tensor)[1]
 
     def call(self, function: Any, args: Any, kwargs: Any, record: Callable[[], Any]) -> Any:
-        """Make a call on named values at once; record it if it makes tensors, or edits one that was made so.
+        """Run a call on named values at once, and return the result for the block.
 
-        Returns what the block gets.
+        The call is also recorded, by ``record``, if it returns tensors, or edits a tensor that was recorded this way.
         """
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         names = {name for tensor in tensors for name in self._look_up(tensor)[2] if name is not None}
@@ -112,7 +112,7 @@ class NamedInputs:
         return pytree.tree_map_only(torch.Tensor, lambda _: next(result), found)
 
     def forget(self, edited: Any) -> None:
-        """Forget the values of computed tensors that share memory with one that is edited with others than named values."""
+        """Forget the values of computed tensors that share memory with ``edited``, which is edited with values of the model."""
         if id(edited) in self._known:
             memory = self._known[id(edited)][1].untyped_storage()._cdata
             self._known = {key: known for key, known in self._known.items() if known[1].untyped_storage()._cdata != memory}
@@ -125,7 +125,7 @@ class NamedInputs:
     # -- floats ----------------------------------------------------------------------------------------------------
 
     def with_floats(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the arguments of the function ``name`` of torch with tensors in place of the named floats that the block gives it."""
+        """Return the arguments of the torch function ``name``, with tensors in place of the block's named floats."""
         if not (self._floats and name in TAKES_SCALAR_TENSORS and any(type(item) is float for item in (*args, *kwargs.values()))):
             return args, kwargs
         operands = [item for item in self._operands_here() if item.id in self._floats]
@@ -144,11 +144,11 @@ class NamedInputs:
         return floats_as_tensors(name, args, kwargs, as_tensor) if operands else (args, kwargs)
 
     def _operands_here(self) -> list[ast.Name]:
-        """Return the names among the operands of the call of torch that the block itself makes now."""
+        """Return the names among the operands of the torch call that is active in the block's own code."""
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and (is_internal(frame.f_code) or frame.f_code.co_filename.startswith(LIBRARIES)):
             frame = frame.f_back
-        code = self._block.code  # invokes and backward passes in it are code of the same name, at positions of their own
+        code = self._block.code  # the code of invokes and backward passes inside has the same name, and other positions
         if frame is None or (frame.f_code.co_name, frame.f_code.co_filename) != (code.co_name, code.co_filename):
             return []
         if self._operands is None:
@@ -157,11 +157,11 @@ class NamedInputs:
         return self._operands.get(position, [])
 
     def finish(self) -> None:
-        """Fix the floats that are used in other ways as well."""
+        """Make floats fixed if one of their mentions did not become a tensor."""
         mentions = [item for part in self._block.body for item in ast.walk(part) if isinstance(item, ast.Name)]
         for item in mentions:
             if item.id in self._floats and item not in self._lifted:
-                why = f"Python computes with the float, or does not come to it, in line {item.lineno}: use a tensor, as torch.tensor(4.0)"
+                why = f"Python computes with the float, or does not reach it, in line {item.lineno}: use a tensor, as in torch.tensor(4.0)"
                 self.fixed.setdefault(self._labels[item.id], why)
 
 
@@ -184,18 +184,18 @@ def _operands_of(block: Block) -> Iterable[tuple[_Position, list[ast.Name]]]:
 
 
 def edited_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what a call of a function that edits in place edits."""
+    """Return the object that a call of an in-place function edits."""
     return kwargs.get("out", args[0] if args else None)
 
 
 def input_tree(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the tree of the arguments of a run; copies of their tensors go to ``tensors``."""
+    """Return the tree of the arguments of a run. Copies of their tensors are added to ``tensors``."""
 
     def leaf(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             raise refused(
-                f"The input of the trace has a {type(item).__name__}, which cannot be sent: "
-                "tensors, numbers, and lists and dicts of them can."
+                f"The input of the trace contains a {type(item).__name__}, which cannot be sent. "
+                "Use tensors and numbers, in lists and dicts."
             )
         name = f"@{len(tensors)}"
         with _disable_current_modes():

@@ -1,9 +1,10 @@
-"""Values of fakes that the client knows, and those that follow from them.
+"""Values of fake tensors that the client knows, and values that it can compute from them.
 
-A block often needs several values that have one source: ``scores.tolist()`` on a fake asks for each entry, and ``score > 0.5`` in a loop is
-another tensor each time. So a view of a small tensor asks for the whole tensor, and what follows from known numbers is computed here.
+A block often needs several values from one source: ``scores.tolist()`` on a fake tensor asks for each entry, and ``score > 0.5`` in a loop
+makes a new tensor each time. To save jobs, the value of a view of a small tensor is found by asking for the whole tensor. Results of
+operators on known numbers are computed here.
 
-A value is known in one state of its memory: another one follows an edit, and for memory that the model shares, each of its turns.
+A value is valid for one state of its memory. The state changes with each in-place edit and, in memory of the model, with each visit.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ from ..format.trees import read_tree, references
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-#: Most bytes of a tensor that is asked for in place of a view of it.
+#: Maximum number of bytes of a tensor that is fetched in place of a view of it.
 _SMALL = 2**16
 
 _COMPARISONS = frozenset(f"aten.{name}.Scalar" for name in "gt ge lt le eq ne".split())
 
-#: Longest chain of operators that are followed.
+#: Maximum length of a chain of operators that is computed here.
 _DEEPEST = 100
 
-#: The state of memory that nothing has edited, nor can.
+#: The state of memory that was never edited, and that the model does not share.
 _UNTOUCHED = (0, None)
 
 Place = tuple[int, int]
@@ -43,14 +44,14 @@ class KnownValues:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._values: dict[Place, tuple[Any, torch.Tensor]] = {}
-        self._edits: Counter[int] = Counter()  # how often each memory was edited
-        self._shared: set[int] = set()  # memory that the model was given
-        self._noted = 0
+        self._edits: Counter[int] = Counter()  # number of in-place edits of each memory, by root node
+        self._shared: set[int] = set()  # root nodes of memory that the block gave to the model
+        self._noted = 0  # number of nodes that are counted in `_edits` and `_shared`
 
     def source(self, place: Place, fake: torch.Tensor) -> Place:
-        """Return what to ask for to know the value of ``fake``, which is at ``place``: itself, or the tensor that it is a view of.
+        """Return the place to fetch when the value of ``fake``, which is at ``place``, is needed.
 
-        A comparison with a number asks for what is compared.
+        It is ``place`` itself, or the base of a view, or the tensor that a comparison compares with a number.
         """
         nodes, state = self._recorder.nodes, self._state
         self._note_edits()
@@ -66,12 +67,12 @@ class KnownValues:
         return place
 
     def keep(self, place: Place, value: torch.Tensor) -> None:
-        """Note the present value at a place."""
+        """Store the present value at a place."""
         self._note_edits()
         self._values[place] = self._state(place[0]), value
 
     def find(self, place: Place) -> torch.Tensor | None:
-        """Return the value at a place, if it is known or follows from known ones."""
+        """Return the value at a place if it is known or can be computed from known values, else ``None``."""
         self._note_edits()
         with self._recorder.paused(), _disable_current_modes():
             return _Search(self._recorder, self._values, self._state).find(place, 0)
@@ -83,7 +84,7 @@ class KnownValues:
         return self._edits[root], None if own else self._recorder.moves
 
     def _note_edits(self) -> None:
-        """Note what the nodes since the last time edit, and give to the model."""
+        """Note the memory that new nodes edit or give to the model."""
         nodes, roots = self._recorder.nodes, self._recorder._roots
         for number in range(self._noted, len(nodes)):
             node = nodes[number]
@@ -95,7 +96,7 @@ class KnownValues:
 
 
 class _Search:
-    """Looks for values in one state of the recording."""
+    """Finds values in one state of the recording."""
 
     def __init__(self, recorder: Recorder, values: dict[Place, tuple[Any, torch.Tensor]], state: Callable[[int], Any]) -> None:
         self._nodes, self._tensors = recorder.nodes, recorder.tensors
@@ -115,14 +116,14 @@ class _Search:
         return self._seen[place]
 
     def _compute(self, place: Place, node: Node, depth: int) -> torch.Tensor | None:
-        """Compute what an operator makes of known numbers, or a view of a known value."""
+        """Compute the result of an operator on known numbers, or a view of a known value."""
         viewed = next(references(node["args"][:1]), None) if is_view(node["name"]) else None
         if viewed is None and self._state(place[0]) != _UNTOUCHED:
             return None
         found: dict[Place, torch.Tensor] = {}
         for used in references(node):
             value = self.find(used, depth) if used == viewed or self._state(used[0]) == _UNTOUCHED else None
-            if value is None or (used != viewed and value.numel() != 1):  # rounding of sums depends on the layout
+            if value is None or (used != viewed and value.numel() != 1):  # with several numbers, rounding could depend on the layout
                 return None
             found[used] = value
 
@@ -133,9 +134,9 @@ class _Search:
         args, kwargs = read_tree(node["args"], leaf), {key: read_tree(item, leaf) for key, item in node.get("kwargs", {}).items()}
         try:
             made = OPERATORS[node["name"]](*args, **kwargs)
-        except Exception:  # such as a type that this processor does not compute with
+        except Exception:  # for instance, the CPU has no kernel for the dtype
             return None
         outputs = made if isinstance(made, (list, tuple)) else [made]
         for number, output in enumerate(outputs):
             self._values[place[0], number] = self._state(place[0]), output
-        return outputs[place[1]] if place[1] < len(outputs) else None  # of a result that is shorter than on fakes
+        return outputs[place[1]] if place[1] < len(outputs) else None  # the result can have fewer tensors than on fakes

@@ -1,4 +1,4 @@
-"""The parts of a run that notify the recorder: whose turn it is, at which line the block stands, and what it calls."""
+"""The parts of a run that notify the recorder: the block whose turn it is, its present line, and the operators that it calls."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from .refusals import LIBRARIES, position_of_block
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-#: Number of the block of caches during the recording of a run. It becomes the last block.
+#: Number of the block of observers, such as caches, during the recording of a run. It becomes the last block.
 OBSERVERS = 10**9
 
 
 class PreparedRun(_OutsideFakeMode):
-    """Prepares inputs outside of the modes of the recording, and knows how a generation is called."""
+    """Wraps a model: its inputs are prepared outside of the modes of the recording, and its `_call_on` is kept."""
 
     def __init__(self, model: Any) -> None:
         super().__init__(model)
@@ -92,7 +92,7 @@ class RecordingMediator(compat.Mediator):
 
     def swap(self, location: str, value: Any) -> None:
         self._recorder.refuse_unknown_sizes(location, value)
-        with self._recorder.paused():  # the sizes of a replacement are compared, which the block does not ask for
+        with self._recorder.paused():  # the mediator compares sizes, which are not sizes that the block reads
             super().swap(location, value)
         self._position = user_position_now(skip=LIBRARIES)
 
@@ -107,7 +107,7 @@ class RecordingMediator(compat.Mediator):
         recorder = self._recorder
         with recorder.turn_of(recorder.number_of(self)):
             super()._turn(switch, *arguments)
-            if self.stopped and self._location is None:  # not in a visit, which would end first
+            if self.stopped and self._location is None:  # in a visit, :meth:`visit` records the stop after the end of the visit
                 recorder.stop()
 
 
@@ -122,8 +122,8 @@ class Operators(Guesses):
         if not self._recorder.listens:
             return super().__torch_dispatch__(operator, types, args, kwargs)
         if operator is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # which torch asks for several times in each call
-        may_be_view = operator is torch.ops.aten.einsum.default and len(args[1]) == 1  # which nodes of `einsum` are not
+            return args[0].fake_device  # a fast path: torch asks for the device several times in each call
+        may_be_view = operator is torch.ops.aten.einsum.default and len(args[1]) == 1  # the table lists `einsum` as not a view
         if (operator not in NAMES or may_be_view) and is_composite(operator):
             with self:
                 return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))

@@ -1,11 +1,11 @@
 """Prints of a block that is recorded.
 
-``print`` needs text, and the text of a value exists only where the model runs. So during a recording the text of a value
-is a *mark*, and standard output is replaced: a line with a mark becomes a node ``log``, with the values in place of the marks. Later
-lines become nodes too, which keeps the order; earlier lines are shown at once. A mark that was never printed cannot be replaced, so
-the block is refused.
+``print`` needs text, and the text of a value exists only in the process that runs the model. So during a recording, the text of a value
+is a *mark*, and standard output is replaced. A printed line with a mark becomes a ``log`` node, with the values in place of the marks.
+Lines after it become ``log`` nodes, too, which keeps their order. Lines before it are shown at once. If a mark is never printed, the block
+used the text in another way, and is refused.
 
-The server makes the text of each ``log`` when the run reaches it, and sends it to the client.
+The server makes the text of each ``log`` node when the run reaches it, and sends it to the client.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .refusals import here, refused, why_demand
 if TYPE_CHECKING:
     from .recorded_calls import NodeRecorder
 
-#: A mark is a number between two private characters.
+#: A mark is a number between two private-use characters.
 _MARK = re.compile("\ue000(\\d+)\ue001")
 
 
@@ -37,30 +37,30 @@ class Prints:
     def __init__(self, recorder: NodeRecorder) -> None:
         self.recorder = recorder
         self._marks: list[dict[str, Any]] = []
-        self._why: dict[int, str] = {}  # why a mark is refused unless it is printed
-        self._line = ""
-        self._block: int | None = None
-        self._sends = False
+        self._why: dict[int, str] = {}  # for each mark that is not printed yet: the error if it never is
+        self._line = ""  # the beginning of a line that has not ended
+        self._block: int | None = None  # the block that printed last
+        self._sends = False  # whether lines become nodes
 
     def mark(self, tensor: torch.Tensor, spec: str | None) -> str:
-        """Return the mark of the text of ``tensor``, with format ``spec`` unless that is ``None``."""
+        """Return a mark for the text of ``tensor``. ``spec`` is the format specification of an f-string, or ``None`` for ``repr``."""
         piece: dict[str, Any] = {}
         if spec is not None:
             if spec and tensor.dim():
                 raise TypeError("unsupported format string passed to Tensor.__format__")
             number = False if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
-            format(number, spec)  # raises where the format of a value would
+            format(number, spec)  # raises the error of an invalid format here
             if not is_format(spec):
                 raise refused(f"The format {spec!r} cannot be sent: use a width below 100.")
             piece["format"] = spec
-        # A copy, for the tensor may be edited before the text is printed.
+        # The block may edit the tensor before it prints the text, so the node refers to a copy.
         piece["value"] = self.recorder.reference(self.recorder.operator(torch.ops.aten.clone.default, (tensor,), {}))
         self._why[len(self._marks)] = here(why_demand("__repr__" if spec is None else "__format__"))
         self._marks.append(piece)
         return f"\ue000{len(self._marks) - 1}\ue001"
 
     def write(self, text: str, show: Callable[[str], Any]) -> None:
-        """Take text that is written; ``show`` writes text that need not be sent."""
+        """Record written text, or pass it to ``show`` if it need not be part of the program."""
         self._block = self.recorder.block
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
@@ -71,13 +71,13 @@ class Prints:
                 show(line + "\n")
 
     def flush(self, show: Callable[[str], Any]) -> None:
-        """Show the beginning of a line, such as a question, if it need not be sent."""
+        """Show the beginning of a line, such as a prompt for input, if it need not be part of the program."""
         if self._line and not self._sends and _MARK.search(self._line) is None:
             show(self._line)
             self._line = ""
 
     def end(self) -> None:
-        """Take a last line without an end."""
+        """Record or show the last line, if it has no line end."""
         line, self._line = self._line, ""
         if not line:
             return
@@ -88,11 +88,11 @@ class Prints:
             self._send(line)
 
     def catch_up(self) -> None:
-        """Note that all lines that were sent so far have been shown, so that later ones without values may be shown at once."""
+        """Note that all recorded lines have been shown. Later lines without values are shown at once again."""
         self._sends = False
 
     def check(self) -> None:
-        """Raise a :class:`NotExpressibleError` with the line of a mark that was not printed."""
+        """Raise a :class:`NotExpressibleError`, with the line of the block, if a mark was not printed."""
         if self._why:
             raise NotExpressibleError(next(iter(self._why.values())))
 
@@ -129,16 +129,16 @@ class _Console:
         return getattr(self.stream, name)
 
 
-#: The recording of this context.
+#: The prints of the recording in this context.
 _recorded: ContextVar[Prints | None] = ContextVar("nnsight_recorded_prints", default=None)
 _lock = threading.Lock()
-#: The console, once for each running recording.
+#: A stack with an entry for each active recording. All entries are the same console.
 _open: list[_Console] = []
 
 
 @contextlib.contextmanager
 def listening(prints: Prints) -> Iterator[None]:
-    """Pass to ``prints`` the output of blocks in this context."""
+    """Pass the output of blocks in this context to ``prints``."""
     with _lock:
         console = _open[0] if _open else _Console(sys.stdout)
         if not _open and sys.stdout is not None:
@@ -152,5 +152,5 @@ def listening(prints: Prints) -> Iterator[None]:
         _recorded.reset(token)
         with _lock:
             _open.pop()
-            if not _open and sys.stdout is console:  # otherwise it was replaced meanwhile
+            if not _open and sys.stdout is console:  # otherwise, other code has replaced it
                 sys.stdout = console.stream

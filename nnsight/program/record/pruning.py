@@ -1,4 +1,4 @@
-"""Removes nodes that have no effect and that no saved value needs."""
+"""Dead code elimination for programs: removes nodes that have no effect and that no saved value needs."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def pruned(
     forced: Set[int] = frozenset(),
     printed: Set[int] = frozenset(),
 ) -> tuple[Job, dict[int, int]]:
-    """Return a job of the needed nodes, and the new number of each of them.
+    """Return a job with the needed nodes, and the new number of each of them.
 
-    A node is needed if it has an effect on the run, if a needed node uses it, or if it edits memory that a needed node uses. A backward
-    pass is needed if a gradient that is read in it is; then its end and all nodes that change gradients are needed too. So are ``forced``
-    nodes; those that have ``printed`` before are not.
+    A node is needed if it has an effect on the run, if a needed node or a saved value uses it, or if it edits memory that a needed node
+    uses. A backward pass is needed if a gradient that is read in it is needed. Then its end and all nodes that change gradients are needed.
+    ``forced`` nodes are needed, and ``log`` nodes in ``printed`` are not. ``roots`` has the node that made the memory of each result.
     """
     passes, waits = _passes(nodes, roots), _waits(nodes, roots)
     edits: dict[int, list[int]] = {}
@@ -59,9 +59,9 @@ def pruned(
 
 
 def _waits(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:
-    """Return the latest read before each node that acts on the run: the block must be there first.
+    """Return, for each node with an effect on the run, the latest ``read`` before it. The block must wait there before the effect.
 
-    Such are ends, barriers, and edits of memory that the model goes on with.
+    Such nodes are ``stop``, ``barrier``, and in-place edits of memory that the block gave to the model.
     """
     given: set[int] = set()
     latest: dict[tuple[int, int], int] = {}
@@ -80,7 +80,7 @@ def _waits(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:
 
 
 def _passes(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:
-    """Return the further nodes that each node needs: a node in a pass the pass, and a pass the nodes that change gradients."""
+    """Return further nodes that a node needs: a node in a backward pass needs the pass, and a pass the nodes that change gradients."""
     found: dict[int, list[int]] = {}
     requiring: list[int] = []
     begun: dict[tuple[int, int], int] = {}

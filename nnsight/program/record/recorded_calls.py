@@ -1,4 +1,4 @@
-"""The calls of a block become nodes, one for each operator; see :mod:`~nnsight.program.record.recorder`."""
+"""Records the calls of a block as nodes, one node for each operator; see :mod:`~nnsight.program.record.recorder`."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from .printing import Prints
 from .recorded_gradients import Gradients
 from .refusals import WITHOUT_SIZE, here, position, refused, why_demand
 from .size_reads import SizeReads, unseen
-from .visits import Stop
+from .visits import Visit
 
 _GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 
-#: Uninitialised memory becomes zeros.
-_INSTEAD = {torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default}
+#: Operators that give uninitialised memory are recorded as operators that give zeros.
+_REPLACED_BY = {torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default}
 
-#: Types of scalar tensors that index like integers.
+#: Dtypes of scalar tensors that index like integers.
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 
 
 class NodeRecorder(SizeReads):
-    """Records the calls of blocks, of whose torch functions it is the mode.
+    """Records the calls of blocks. It is the torch function mode of a recording.
 
     Args:
         for_others: Whether to record which sizes blocks read, see :mod:`~nnsight.program.format.sizes`.
@@ -50,13 +50,13 @@ class NodeRecorder(SizeReads):
     Attributes:
         nodes: The nodes so far.
         runs: The runs of the model, see :class:`~nnsight.program.format.payload.Job`.
-        tensors: Inputs, and the blocks' own tensors that became constants, by name.
-        block: The block whose turn it is, or ``None``.
-        model: The model on fakes, from the first run on.
+        tensors: Inputs of the model, and the blocks' own tensors that became constants, by name.
+        block: Number of the block whose turn it is, or ``None``.
+        model: The model with fake tensors, from the first run on.
         gradients: Records backward passes.
         prints: Records prints.
-        cuts: Gets values that blocks demand.
-        moves: Number of stops of blocks so far, between which the model may change values.
+        cuts: Gets the values that blocks need.
+        moves: Number of times that a visit began or ended. In between, the model may change values.
     """
 
     model: FakeModel
@@ -67,32 +67,32 @@ class NodeRecorder(SizeReads):
         self.nodes: list[Node] = []
         self.runs: list[dict[str, Any]] = []
         self.tensors: dict[str, torch.Tensor] = {}
-        self.handed_over: dict[int, torch.Tensor] = {}  # tensors of the block's own that the model goes on with, by their memory
-        self.originals: dict[str, tuple[torch.Tensor, int]] = {}  # what constants are copies of, with its version then
+        self.handed_over: dict[int, torch.Tensor] = {}  # the block's own tensors that it gave to the model, by their memory
+        self.originals: dict[str, tuple[torch.Tensor, int]] = {}  # the original of each constant, and its version at the time of the copy
         self.mode = fake_mode()
         self.block: int | None = None
         self.gradients = Gradients(self)
         self.prints = Prints(self)
         self.own = OwnTensors(self)
         self._for_others = for_others
-        self.runs_again = for_others  # and not only once, with the sizes that a generation turns out to have
+        self.runs_again = for_others  # whether the program may run several times; `_for_others` is set for each generation, too
         self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of recorded sizes
-        self._called: tuple[str, list[Any]] = "", []  # the function that the block calls, and the leaves of its arguments
+        self._called: tuple[str, list[Any]] = "", []  # name of the function that the block calls, and the leaves of its arguments
         self._paused = False
         self._refs: Any = WeakIdKeyDictionary()  # fake -> (node, output)
-        self._roots: list[int] = []
+        self._roots: list[int] = []  # for each node, the node that made the memory of its result
         self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, fake)
-        self._visits: list[Stop] = []
+        self._visits: list[Visit] = []  # visits that have not ended
         self.moves = 0
-        self._storages: dict[int, StorageWeakRef] = {}
-        self._unknown: Any = None  # knows the relations between sizes that depend on values
-        self._copied: dict[int, torch.Tensor] = {}  # results of operators that give views of these tensors for other sizes
-        self._stale: dict[int, list[tuple[int, int, str]]] = {}
+        self._storages: dict[int, StorageWeakRef] = {}  # memory of the tensor of each `read`
+        self._unknown: Any = None  # the `ShapeEnv` of sizes that depend on values
+        self._copied: dict[int, torch.Tensor] = {}  # node of a copy -> the tensor that it would be a view of for other sizes
+        self._stale: dict[int, list[tuple[int, int, str]]] = {}  # root -> bytes that were edited through another copy, and an error
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
     def emit(self, do: str, root: int | None = None, **content: Any) -> int:
-        """Append a node to the block whose turn it is; return its number."""
+        """Append a node to the block whose turn it is, and return its number."""
         self.gradients.check_node(do)
         if do == "stop":
             self.prints.end()
@@ -107,20 +107,20 @@ class NodeRecorder(SizeReads):
         return number
 
     def reference(self, tensor: torch.Tensor) -> Any:
-        """Return the reference to a tensor."""
+        """Return the reference to a tensor. Record the tensor first if it is a weight, or one of the block's own."""
         known = self._refs.get(tensor)
         if known is None and not isinstance(tensor, FakeTensor):
             known = self._refs[self.substitute(tensor)]
         if known is None:
             raise refused(
-                "A tensor is used that the block did not get at a location of the model, nor made itself, such as the content of a "
-                "cache. Read the module that produces it."
+                "The block uses a tensor that it neither got at a location of the model nor made itself, such as the content of a cache. "
+                "Read the module that produces it."
             )
         self._check_fresh(tensor)
         return {"ref": list(known)}
 
     def _check_fresh(self, tensor: torch.Tensor) -> None:
-        """Raise if the memory of ``tensor`` was edited through a copy."""
+        """Raise an error if the memory of ``tensor`` was edited through the copy of another ``read``."""
         edits = self._stale.get(self._roots[self._refs[tensor][0]], ())
         low, high = stretch(tensor) if edits else (0, 0)
         for start, end, message in edits:
@@ -129,7 +129,7 @@ class NodeRecorder(SizeReads):
 
     @unseen
     def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the fake of a weight, or of a tensor of the block's own."""
+        """Return the fake tensor for a weight, or for one of the block's own tensors. A fake tensor is returned as it is."""
         if isinstance(tensor, FakeTensor):
             return tensor
         known = self.model.weights.get(id(tensor))
@@ -142,7 +142,7 @@ class NodeRecorder(SizeReads):
         if kept is not None and kept[0] == tensor._version:
             return kept[1]
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype.is_complex:
-            raise refused("A tensor without values, a sparse or a complex one cannot be sent.")
+            raise refused("A meta tensor, a sparse tensor, or a complex tensor cannot be sent.")
         with _disable_current_modes():
             copied = tensor.detach().clone()
             like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -160,7 +160,7 @@ class NodeRecorder(SizeReads):
         return fake
 
     def checked_functions(self) -> contextlib.AbstractContextManager[Any]:
-        """Have each call of an ``autograd.Function`` checked, if the program runs again."""
+        """Return a context in which each call of an ``autograd.Function`` is checked, if the program may run again."""
         if not self.runs_again:
             return contextlib.nullcontext()
         from ...fx.recording.opaque_functions import shown  # slow to import
@@ -168,10 +168,10 @@ class NodeRecorder(SizeReads):
         return shown
 
     def check_autograd_function(self, kind: type) -> None:
-        """Refuse a ``torch.autograd.Function`` in a program for others, to which its own gradient would be lost."""
+        """Refuse a ``torch.autograd.Function`` in a program that may run again, because its custom gradient would be lost."""
         if self.listens and self.runs_again and self.gradients.followed and self.gradients.enabled:
             raise refused(
-                f"`{kind.__name__}` is an autograd.Function, whose gradient is its own and no part of a program. Write it with operators, "
+                f"`{kind.__name__}` is an autograd.Function, and a program cannot contain its custom gradient. Write it with operators, "
                 "as in `x + (f(x) - x).detach()`, or record the block under `torch.no_grad()`."
             )
 
@@ -179,12 +179,12 @@ class NodeRecorder(SizeReads):
 
     @property
     def listens(self) -> bool:
-        """Whether it is the turn of a block."""
+        """Whether it is the turn of a block, and the recorder is not paused."""
         return self.block is not None and not self._paused
 
     @contextlib.contextmanager
     def turn_of(self, block: int | None) -> Iterator[None]:
-        """Let it be the turn of a block."""
+        """Set the block whose turn it is."""
         before, self.block = self.block, block
         try:
             yield
@@ -193,7 +193,7 @@ class NodeRecorder(SizeReads):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let calls pass unseen."""
+        """Do not record calls."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -201,7 +201,7 @@ class NodeRecorder(SizeReads):
             self._paused = before
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a torch function; record it if a block calls it."""
+        """Run a torch function. Record it if a block calls it."""
         kwargs = kwargs or {}
         if not self.listens:
             return function(*args, **kwargs)
@@ -212,7 +212,7 @@ class NodeRecorder(SizeReads):
             args, kwargs = self.inputs.with_floats(name, args, kwargs)
         if function in METADATA or name in SIZE_METHODS:
             return self._metadata(function, args, kwargs)
-        if function is torch._C._set_grad_enabled:  # which `torch.no_grad()` and the like call when they are entered and left
+        if function is torch._C._set_grad_enabled:  # `torch.no_grad()` and similar contexts call it on entry and on exit
             return self.gradients.set_mode(*args)
         edited = edited_by(args, kwargs) if edits_in_place(function) else None
         if self.handed_over and edited is not None:
@@ -228,23 +228,23 @@ class NodeRecorder(SizeReads):
         if not any(isinstance(tensor, FakeTensor) or id(tensor) in self.model.weights for tensor in tensors):
             if self.runs_again and name in RANDOM:
                 raise refused(
-                    f"`{name}` draws when the block is recorded, and a program would have the same numbers in each run. Use "
-                    "`torch.randn_like(value)` with a value of the model, which each run draws anew, or draw before the block."
+                    f"`{name}` draws its numbers while the block is recorded, so each run of the program would have the same numbers. Use "
+                    "`torch.randn_like(value)` with a value of the model, which draws anew in each run, or draw before the block."
                 )
             return self.own.call(name, function, args, kwargs)
         return self._record(function, name, args, kwargs, leaves)
 
     def _check_not_handed_over(self, name: str, edited: Any) -> None:
-        """Refuse an edit of a tensor of the block's own that the model goes on with: it is a constant, which each run has anew."""
+        """Refuse an in-place edit of a tensor that the block gave to the model: it is a constant, which the edit would not reach."""
         own = isinstance(edited, torch.Tensor) and not isinstance(edited, FakeTensor)
         if own and edited.untyped_storage()._cdata in self.handed_over:
             raise refused(
-                f"`{name}` edits a tensor in place that the block has given to the model before. Edit it first, or give the model a "
+                f"`{name}` edits a tensor in place that the block has already given to the model. Edit it first, or give the model a "
                 "`.clone()` of it."
             )
 
     def _record(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
-        """Record a call on values of the model or the program; return its result on fakes."""
+        """Record a call on values of the model or of the program. Return its result on fake tensors."""
         self._called = name, leaves
         if name == "requires_grad_":
             return self.gradients.require(self.substitute(args[0]), *args[1:], **kwargs)
@@ -256,7 +256,7 @@ class NodeRecorder(SizeReads):
             return self.cuts.call(name, function, args, kwargs, why_demand(name))
         if name in DEMANDS:
             raise refused(why_demand(name))
-        if function in DRAWN_LIKE and self.runs_again:  # each run draws
+        if function in DRAWN_LIKE and self.runs_again:  # each run draws its own numbers
             made = torch.zeros_like(args[0], **kwargs)
             if name != "randint_like":
                 return made.normal_() if name == "randn_like" else made.uniform_()
@@ -265,13 +265,13 @@ class NodeRecorder(SizeReads):
         if function in DRAWN_LIKE:
             like = args[0]
             sizes = Shape(like.shape, functools.partial(self._look, like)).all()
-            with _disable_current_modes():  # here and now
+            with _disable_current_modes():  # draw now: the numbers become a constant
                 drawn = torch.empty(sizes, dtype=like.dtype, device="cpu")
                 return function(drawn, *args[1:], **{"dtype": like.dtype, **kwargs, "device": "cpu"})
         if function is _ATTENTION and (kwargs.get("dropout_p") or any(args[4:5])):
-            raise refused("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on what it returns.")
+            raise refused("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on its result.")
         if name in RANDOM and kwargs.get("generator") is not None:
-            raise refused(f"A generator of your own cannot be sent, as to `{name}`: leave it out, or draw before the trace.")
+            raise refused(f"A generator of your own cannot be sent: call `{name}` without it, or draw before the trace.")
         if edits_in_place(function):
             self.own.adopt(edited_by(args, kwargs))
         function = READ_AS.get(function, function)
@@ -288,18 +288,18 @@ class NodeRecorder(SizeReads):
         if edits_in_place(function) and kwargs.get("out") is not None:
             raise refused("`out=` cannot be sent: use the result.")
         try:
-            with torch._C._AutoDispatchBelowAutograd():  # above, torch decomposes composite operators
+            with torch._C._AutoDispatchBelowAutograd():  # the autograd layer would decompose composite operators
                 return function(*args, **kwargs)
         except NEEDS_VALUES as error:
-            return self.cuts.instead(name, function, args, kwargs, error)
+            return self.cuts.recover(name, function, args, kwargs, error)
         except RuntimeError as error:
             refusal = self.why_size(error, name)
             if not refusal:
                 raise
-            return self.cuts.instead(name, function, args, kwargs, error, refusal)
+            return self.cuts.recover(name, function, args, kwargs, error, refusal)
 
     def why_size(self, error: RuntimeError, name: str) -> str:
-        """Return why ``name`` is refused if ``error`` says that it needs a size that depends on values; else nothing."""
+        """Return a refusal of ``name`` if ``error`` means that it needs a size that depends on values; else an empty string."""
         if isinstance(error, DataDependentOutputException):
             return why_demand(name)
         unknown = self._unknown is not None and ("data-dependent" in str(error) or "SymInt" in str(error))
@@ -318,7 +318,7 @@ class NodeRecorder(SizeReads):
         return pytree.tree_map(self._argument, value) if isinstance(value, (list, tuple, dict)) else self._argument(value)
 
     def _bounds(self, index: Any) -> Any:
-        """Return an index with numbers in place of tensors in slices."""
+        """Return an index with numbers in place of the tensors in slices."""
         if isinstance(index, tuple):
             return tuple([self._bounds(item) for item in index])
         if not isinstance(index, slice):
@@ -327,13 +327,13 @@ class NodeRecorder(SizeReads):
         return slice(*[self._number(bound) if isinstance(bound, FakeTensor) else bound for bound in bounds])
 
     def _number(self, tensor: torch.Tensor, name: str = "__index__") -> Any:
-        """Return the number that is the value of a tensor."""
+        """Return the value of a tensor as a number, which function ``name`` needs."""
         value = self.cuts.values_of([self.substitute(tensor)], name, why_demand(name))[0]
         with _disable_current_modes():
             return value.item()
 
     def _index(self, index: Any) -> Any:
-        """Return an index with tensors in place of arrays and lists, and integers in place of scalar tensors."""
+        """Return an index with tensors in place of arrays and lists, and integers in place of the block's own scalar tensors."""
         if isinstance(index, tuple):
             return tuple(self._index(item) for item in index)
         if isinstance(index, list) or (type(index).__module__ == "numpy" and hasattr(index, "__len__")):
@@ -353,16 +353,16 @@ class NodeRecorder(SizeReads):
         return [self._substituted(item) for item in argument] if isinstance(argument, (list, tuple)) else argument
 
     def operator(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an operator, and return its result on fakes."""
+        """Record an operator as a node, and return its result on fake tensors."""
         if operator is torch.ops.aten._local_scalar_dense.default:
             return self._number(args[0], "item")
         if operator is torch.ops.aten.lift_fresh.default:
             return self.substitute(args[0])
         if not _returns_tensors(operator):
-            return operator(*args, **kwargs)  # sizes and types, or an error of fakes
+            return operator(*args, **kwargs)  # it returns sizes or dtypes, or raises an error on fake tensors
         args = tuple([self._substituted(item) for item in args])
         kwargs = {key: self._substituted(item) for key, item in kwargs.items()}
-        operator = _INSTEAD.get(operator, operator)
+        operator = _REPLACED_BY.get(operator, operator)
         name = NAMES.get(operator)
         if name is None:
             why = why_not("aten." + str(operator).removeprefix("aten."))
@@ -382,7 +382,7 @@ class NodeRecorder(SizeReads):
             self._edit(args[0])
         result = self._on_fakes(operator, args, kwargs, is_view(name))
         root = self._roots[self._refs[args[0]][0]] if is_view(name) or is_in_place(name) else None
-        lent = root is not None and self.nodes[root]["do"] != "op"  # its memory is not of the program
+        lent = root is not None and self.nodes[root]["do"] != "op"  # the program does not own the memory
         copied = lent and is_view(name) and not share_memory(args[0], result)
         number = self.emit("op", None if copied else root, name=name, args=written, **({"kwargs": named} if named else {}))
         if copied:
@@ -399,35 +399,35 @@ class NodeRecorder(SizeReads):
             result = operator(*args, **kwargs)
         except DynamicOutputShapeException:
             result = result_of_size(operator, args, kwargs, self._unknown_size)
-        if result is args[0] and may_be_view:  # for other sizes it is a copy
+        if result is args[0] and may_be_view:  # a new object: the node stands for another value, which may be a copy for other sizes
             return torch.ops.aten.alias.default(result)
         return result
 
     def _edit(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor is edited in place, or refuse it."""
+        """Note that a tensor is edited in place, or refuse the edit."""
         self.reference(tensor)
         root = self._roots[self._refs[tensor][0]]
         node = self.nodes[root]
         if node["do"] in ("const", "weight"):
-            what = "a weight" if node["do"] == "weight" else "a tensor from outside, or of which there are views,"
+            what = "a weight" if node["do"] == "weight" else "a tensor that is from outside, or that has views,"
             raise refused(
-                f"The block edits {what} in place with values of the model; `.clone()` it first, or write `t[0] = t[0] + x` for "
+                f"The block edits {what} in place with values of the model. `.clone()` it first, or write `t[0] = t[0] + x` instead of "
                 "`t[0] += x`."
             )
-        if root in self._copied:  # for other sizes, torch edits what it is a view of
+        if root in self._copied:  # for other sizes it is a view, and the edit would reach its base
             node["copy"] = True
             self._look_all(self._copied[root])
         if node["do"] == "apply":
             if node.get("shares"):
-                raise refused(f"`{node['module']}` returns memory that it was given; `.clone()` before you edit it.")
+                raise refused(f"`{node['module']}` returns a tensor that shares memory with its arguments or weights. `.clone()` it first.")
             node["copy"] = True
         if node["do"] != "read":
             return
         visit = next((visit for visit in reversed(self._visits) if root in visit.reads.values()), None)
         if visit is None:
             raise refused(
-                f"The value of `{node['site']}` is edited in place after the model has gone on from there. Edit it where it is read, "
-                "or `.clone()` it first."
+                f"The value of `{node['site']}` is edited in place after the model has gone on from there. Edit it where it is read, or "
+                "`.clone()` it first."
             )
         if root not in visit.edited:
             node["copy"] = True
@@ -436,8 +436,8 @@ class NodeRecorder(SizeReads):
         for other, storage in self._storages.items():
             if other != root and storage.cdata == mine.cdata and not storage.expired():
                 message = here(
-                    f"A value that shares memory with `{node['site']}` was edited in place there, and is used before the model goes on. "
-                    "`.clone()` it first."
+                    f"The block edits the value of `{node['site']}` in place, and uses another value that shares memory with it before the "
+                    "model goes on. `.clone()` it first."
                 )
                 self._stale.setdefault(other, []).append((*stretch(tensor), message))
 

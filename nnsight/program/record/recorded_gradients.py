@@ -1,11 +1,11 @@
 """Backward passes of a block that is recorded.
 
-``with loss.backward():`` becomes nodes: the beginning of the pass, the nodes of its block, and its end. Nothing is differentiated
-here. A gradient has the shape and type of its tensor, and a recording needs no more. The server finds out, first on fakes, in which order
-gradients come and whether they flow through a tensor.
+``with loss.backward():`` becomes nodes: the beginning of the pass, the nodes of its block, and its end. The recorder differentiates
+nothing. It needs only the shape and dtype of a gradient, which are those of its tensor. The server checks on fake tensors in which order
+gradients arrive, and whether they flow through a tensor.
 
-The model does not compute with the rows of an invoke, which are a view, so no gradient flows to them. Their gradient is the same rows
-of the gradient of the whole tensor.
+The rows of an invoke are a view that the model does not compute with, so no gradient flows to them. Their gradient is taken from the same
+rows of the gradient of the whole tensor.
 """
 
 from __future__ import annotations
@@ -33,30 +33,30 @@ if TYPE_CHECKING:
 
 
 class Gradients:
-    """Records the gradients of a block; ``running`` while the block of a backward pass is recorded."""
+    """Records the gradients of a block. ``running`` says whether the block of a backward pass is being recorded."""
 
     def __init__(self, recorder: NodeRecorder) -> None:
         self._recorder = recorder
         self._rows: Any = WeakIdKeyDictionary()  # rows of an invoke -> (whole tensor, group, where the rows are)
-        self._off = ""
+        self._off = ""  # the reason why gradients may be missing
         self._enabling = 0
-        self._counted: set[int | None] = set()  # blocks of whose rows the recorder knows
+        self._counted: set[int | None] = set()  # blocks for which the number of all rows is recorded
         self._modes: dict[int | None, bool] = {}  # whether each block has gradients enabled
         self._before: Any = weakref.WeakKeyDictionary()  # the mode before each context manager of torch
         self.running = False
-        self.followed = True  # whether the user traces with gradients
-        self._latest: Any = (None, None)  # the tensor whose gradient the pass stands at, and the gradient
+        self.followed = True  # whether gradients are enabled where the user opens the trace
+        self._latest: Any = (None, None)  # the tensor whose gradient was read or written last, and the gradient
 
     def begin_run(self) -> None:
-        """Note in which grad mode the user traces."""
+        """Note the grad mode in which the user traces."""
         self._modes.clear()
         self._counted.clear()
         self.followed = torch.is_grad_enabled()
         if not self.followed:
-            self._off = "the trace stands under `torch.no_grad()`"
+            self._off = "the trace is under `torch.no_grad()`"
 
     def set_mode(self, enabled: bool) -> None:
-        """Note that the block switches gradients on or off. Recordings run without, so leaving either looks like switching off."""
+        """Note that the block enables or disables gradients. Recordings run without gradients, so leaving any context disables them."""
         context, function = _context_manager(sys._getframe(1))
         block, now = self._recorder.block, self.enabled
         if function == "__exit__":
@@ -70,33 +70,33 @@ class Gradients:
         elif self._enabling:
             self._enabling -= 1
         else:
-            self.lose("`torch.no_grad()` stands in the block before")
+            self.lose("the block uses `torch.no_grad()` before the pass")
 
     @property
     def enabled(self) -> bool:
-        """Whether the block whose turn it is has gradients enabled, or leaves that to the mode of the run."""
+        """Whether gradients are enabled for the current block. They are, unless the block has disabled them."""
         return self._modes.get(self._recorder.block, True)
 
     def lose(self, why: str) -> None:
-        """Note that gradients may be missing from here on, so that later passes are refused."""
+        """Note that gradients may be missing from here on, because of ``why``. Later backward passes are refused."""
         self._off = self._off or here(why)
 
     def require(self, tensor: torch.Tensor, requires: bool = True) -> torch.Tensor:
         """Record that gradients flow to ``tensor`` from here on, and return it."""
         if not requires:
-            raise refused("`requires_grad_(False)` cannot be sent: use `.detach()` where no gradient is to flow.")
+            raise refused("`requires_grad_(False)` cannot be sent: use `.detach()` where no gradient should flow.")
         reference = self._recorder.reference(self._whole(tensor))
         if self._recorder.nodes[reference["ref"][0]]["do"] == "weight":
-            raise refused("A weight of the model cannot be made to require gradients: it belongs to others, too. Use a `.detach()` of it.")
+            raise refused("A weight of the model cannot be made to require gradients, because other users share it. Use its `.detach()`.")
         self._recorder.emit("requires_grad", value=reference)
         return tensor
 
     def following(self, group: BatchGroup) -> BatchGroup:
-        """Return the same rows; their views are noted here."""
+        """Return a group with the same rows, which reports its views to :meth:`note_rows`."""
         return _Group(group.start, group.size, group.total, group.dims, gradients=self)
 
     def note_rows(self, group: BatchGroup, view: View) -> None:
-        """Note the rows that an invoke is given. A program for others has the number of all rows in it, once for each invoke."""
+        """Note the rows that an invoke gets. In a program for other inputs, also record the size of the batch, once for each invoke."""
         recorder = self._recorder
         for whole, rows, given in zip(view._leaves, view._rows, view._given, strict=True):
             if rows is None:
@@ -116,22 +116,22 @@ class Gradients:
         """Return the tracer of ``with loss.backward(...)``."""
         if not has_block:
             raise refused(
-                "A bare `.backward()` cannot be sent: it would leave gradients in weights that belong to others, too. Write "
+                "A bare `.backward()` cannot be sent: it would leave gradients in weights that other users share. Write "
                 "`with loss.backward():` and read the `.grad` of tensors in its block."
             )
         if self.running:
-            raise refused("A backward pass cannot begin in the block of another one.")
+            raise refused("A backward pass cannot begin in the block of another backward pass.")
         if self._off:
-            raise refused(f"A backward pass cannot be sent here: {self._off}. Use `.detach()` where no gradient is to flow.")
+            raise refused(f"A backward pass cannot be sent here: {self._off}. Use `.detach()` where no gradient should flow.")
         return RecordedPass(self, loss, *args, **kwargs)
 
     def check_node(self, do: str) -> None:
-        """Raise if the block does something that cannot be done while a backward pass runs."""
+        """Raise an error if a node of kind ``do`` is not possible in the block of a backward pass, and the block is in one."""
         if self.running and do not in IN_PASS:
             raise ValueError(
                 here(
-                    f"`{do}` in the block of a backward pass: the model has run before the pass. Read the value before "
-                    "`with ...backward():`, and its `.grad` inside."
+                    f"`{do}` is not possible in the block of a backward pass, because the model runs before the pass. Read the value "
+                    "before `with ...backward():`, and its `.grad` inside."
                 )
             )
 
@@ -140,12 +140,12 @@ class Gradients:
         return RecordedGradient(self, value) if self.running and isinstance(value, torch.Tensor) else value
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the fake of the gradient with respect to ``tensor``."""
+        """Return the gradient with respect to ``tensor``, as a fake tensor."""
         rows = self._rows.get(tensor)
         if rows is not None:
             whole, group, place = rows
-            if place.scattered:  # they are a copy, so an edit of them would be lost
-                raise refused("The rows of this invoke do not lie side by side in this tensor, so their gradient cannot be sent.")
+            if place.scattered:  # such rows are a copy, so an edit of their gradient would be lost
+                raise refused("The rows of this invoke are not contiguous in this tensor, so their gradient cannot be sent.")
             taken: torch.Tensor = group.take(self.read(whole), place)
             return taken
         recorder = self._recorder
@@ -158,7 +158,7 @@ class Gradients:
         return self._latest[1]
 
     def write(self, tensor: torch.Tensor, value: Any) -> None:
-        """Record that ``value`` flows on in place of the gradient with respect to ``tensor``."""
+        """Record that ``value`` replaces the gradient with respect to ``tensor``."""
         recorder = self._recorder
         new = recorder.substitute(value) if isinstance(value, torch.Tensor) else value
         check_gradient(self._known(tensor), new)
@@ -166,7 +166,7 @@ class Gradients:
             self.read(tensor).copy_(new)
             return
         fake = self._known(tensor)
-        if self._latest[0] is fake and self._latest[1] is new:  # edited in place
+        if self._latest[0] is fake and self._latest[1] is new:  # an in-place edit, such as `tensor.grad *= 2`
             return
         recorder.emit("set_grad", wrt=recorder.reference(fake), value=recorder.reference(new))
         self._latest = fake, new
@@ -175,8 +175,8 @@ class Gradients:
         recorder = self._recorder
         if not (isinstance(tensor, FakeTensor) or id(tensor) in recorder.model.weights or tensor in recorder._constants):
             raise refused(
-                "The gradient with respect to a tensor of your own can be sent only if the tensor itself meets values of the model. "
-                "Here something that was computed from it did, which is all that the server has."
+                "The gradient with respect to a tensor of your own can be sent only if the block uses the tensor itself together with "
+                "values of the model. Here it uses only a tensor that was computed from it, and the server gets only that tensor."
             )
         return recorder.substitute(tensor)
 
@@ -222,7 +222,7 @@ class RecordedGradient:
 
     @property
     def grad(self) -> torch.Tensor:
-        """The fake of the gradient with respect to the tensor."""
+        """The gradient with respect to the tensor, as a fake tensor."""
         return self._gradients.read(self._tensor)
 
     @grad.setter
@@ -232,7 +232,7 @@ class RecordedGradient:
 
 @dataclass(frozen=True)
 class _Group(BatchGroup):
-    """The rows of an invoke that is recorded."""
+    """The rows of an invoke that is recorded. It reports its views to ``gradients``."""
 
     gradients: Gradients = field(compare=False, kw_only=True)
 
@@ -244,7 +244,7 @@ class _Group(BatchGroup):
 
 
 def _context_manager(frame: types.FrameType | None) -> tuple[Any, str]:
-    """Return the context manager of torch that sets the grad mode now, and the name of its method; ``None`` if none does."""
+    """Return the context manager of torch that sets the grad mode now (or ``None``), and the name of its method."""
     found: tuple[Any, str] = (None, "")
     while frame is not None:
         code = frame.f_code

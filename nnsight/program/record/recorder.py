@@ -1,12 +1,12 @@
-"""The client records a block as data.
+"""The recorder: it turns a block into the nodes of a program.
 
-The block runs as Python in an ordinary trace, whose driver runs the model on fakes. Two modes see the calls of the block. A mode for
-torch *functions* puts fakes in place of weights and of the block's own tensors, which become constants, and refuses calls that need a
-value. Calls that involve only the block's own tensors run at once, for real. A mode for torch *operators* records each operator as a node.
+The block runs as Python in an ordinary trace, whose driver runs the model on fake tensors. Two modes see the calls of the block. A mode for
+torch *functions* replaces weights and the block's own tensors, which become constants, by fake tensors. A call that needs a value cuts the
+recording, or is refused. Calls on such own tensors alone run at once, for real. A mode for torch *operators* records operators as nodes.
 
-A value that the block gets at a location is a ``read``. When it is edited in place, the read becomes a read of a copy, the operators
-edit the copy, and when the block leaves the location a ``write`` copies its values into the memory of the model's tensor. A
-replacement becomes a ``write``, too. Rows of invokes are ordinary operators. Nodes that nothing needs are removed at the end.
+A value that the block gets at a location is a ``read``. If the block edits the value in place, the ``read`` becomes a read of a copy, the
+operators edit the copy, and a ``write`` copies it into the memory of the model's tensor when the block leaves the location. A replacement
+also becomes a ``write``. The rows of an invoke are selected by ordinary operators. Unneeded nodes are removed at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .pruning import pruned
 from .recorded_calls import NodeRecorder
 from .refusals import WITHOUT_SIZE, refused
 from .size_reads import unseen
-from .visits import Stop
+from .visits import Visit
 
 
 def record(
@@ -58,34 +58,34 @@ def record(
     send: Callable[[bytes], bytes] | None = None,
     cuts: int = 0,
 ) -> Recorded:
-    """Run the block of a trace on fakes, without weights, and return it as data.
+    """Run the block of a trace on fake tensors, without weights, and return it as data.
 
     Args:
         tracer: The tracer of ``model.trace(...)`` or ``model.generate(...)``.
-        function: Its block, as ``Backend.__call__`` returns it.
-        for_others: Whether the program is for other inputs, so that sizes have to be compared.
-        send: Runs a payload and returns its results; called where the block needs a value.
-        cuts: How often it may be called.
+        function: The block of the trace, as ``Backend.__call__`` returns it.
+        for_others: Whether the program is for other inputs, too. If so, the sizes that it depends on are recorded.
+        send: Runs a payload and returns its results. It is called when the block needs a value.
+        cuts: Maximum number of calls of ``send``.
 
     Raises:
-        NotExpressibleError: If the block needs Python that cannot be sent, or more values than ``cuts`` allows.
+        NotExpressibleError: If the block needs Python that a program cannot contain, or more values than ``cuts`` allows.
     """
     recorder = Recorder(for_others, send, cuts)
     try:
         recorder.run_trace(tracer, function)
         return recorder.finished(tracer)
     finally:
-        vars(recorder).clear()  # its parts refer to it, and to the model
+        vars(recorder).clear()  # breaks reference cycles, which would keep the model alive
 
 
 def record_edits(tracer: Any) -> tuple[Job, dict[str, torch.Tensor], dict[str, str]]:
-    """Run the edits of the model of ``tracer`` on fakes, each as a block of a program for others.
+    """Run the edits of the model of ``tracer`` on fake tensors. Each edit is a block of one program for other inputs.
 
     Returns:
-        The program; the tensors that it takes by name, those of the user themselves; and why other names are no inputs.
+        The program, the tensors that it takes by name (the user's own objects), and the reasons why other names are not inputs.
 
     Raises:
-        NotExpressibleError: If an edit needs values, or Python that a program cannot have.
+        NotExpressibleError: If an edit needs values, or Python that a program cannot contain.
     """
     recorder = Recorder(for_others=True)
     recorder.run_edits(tracer)
@@ -95,36 +95,36 @@ def record_edits(tracer: Any) -> tuple[Job, dict[str, torch.Tensor], dict[str, s
 
 
 class Recorder(NodeRecorder):
-    """Records traces; ``running`` during each of them. ``report`` is that of the latest."""
+    """Records traces. ``report`` is the report of the latest trace, and ``running`` says whether a trace is being recorded."""
 
     report: Report
 
     def __init__(self, for_others: bool = False, send: Callable[[bytes], bytes] | None = None, cuts: int = 0) -> None:
         super().__init__(for_others)
-        self._common: NamedInputs | None = None
-        self._inputs: dict[int, NamedInputs] = {}  # of blocks with variables of their own
-        self.fixed: dict[str, str] = {}  # names that are no inputs of the program, and why
-        self.arguments: tuple[Any, dict[str, Any]] = (), {}  # of the latest run
+        self._common: NamedInputs | None = None  # named inputs of the blocks of a trace, which share their variables
+        self._inputs: dict[int, NamedInputs] = {}  # named inputs of each edit, which has its own variables
+        self.fixed: dict[str, str] = {}  # reasons why names are not inputs of the program, by name
+        self.arguments: tuple[Any, dict[str, Any]] = (), {}  # prepared arguments of the model in the latest run
         self.cuts = Cuts(self, send, cuts)
         self.running = False
         self._seed: int | None = None
         self._blocks: dict[Any, int] = {}
         self._barriers: dict[Any, int] = {}
         self._samples = False
-        self._outer: dict[str, Any] = {}
-        self._of_other_jobs: dict[int, Any] = {}  # fakes that wait in lists of the user for the results of earlier jobs
+        self._outer: dict[str, Any] = {}  # lists and dicts from outside, by name
+        self._of_other_jobs: dict[int, Any] = {}  # fakes in the user's lists that wait for the results of earlier jobs
 
     # -- runs ------------------------------------------------------------------------------------------------------
 
     def run_trace(self, tracer: Any, function: Callable[[], None]) -> None:
-        """Run the block of ``tracer`` on fakes."""
+        """Run the block of ``tracer`` on fake tensors."""
         if self.runs_again:
             self._common = NamedInputs(tracer.info, self._variables(tracer))
-        self._outer.update(self._outer_containers(tracer))
+        self._outer |= {name: value for name, value in self._variables(tracer).items() if type(value) in (list, dict)}
         waiting = [leaf for leaf in pytree.tree_leaves(self._outer) if isinstance(leaf, FakeTensor)]
         self._of_other_jobs.update({id(leaf): leaf for leaf in waiting if leaf not in self._refs})
         call = called_by(tracer)[0]
-        self._for_others = self._for_others or call == "generate"  # its end may come earlier than on fakes
+        self._for_others = self._for_others or call == "generate"  # a generation may end earlier than on fakes, with other sizes
 
         def note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.runs[-1].update(args=input_tree(args, self.tensors), kwargs=input_tree(kwargs, self.tensors))
@@ -133,7 +133,7 @@ class Recorder(NodeRecorder):
         self._run(tracer, note, lambda: InterleavingTracer.execute(tracer, function))
 
     def run_edits(self, tracer: Any) -> None:
-        """Run the edits of the model of ``tracer`` on fakes, each as a block."""
+        """Run the edits of the model of ``tracer`` on fake tensors, each as a block."""
         for number, edit in enumerate(tracer._model._edits):
             taken = {name for inputs in self._inputs.values() for name in inputs.names}
             used = {name: edit.module_globals[name] for name in edit.block.looked_up if name in edit.module_globals}
@@ -150,11 +150,11 @@ class Recorder(NodeRecorder):
                 held.clear()
                 held.update(before[name]) if isinstance(held, dict) else held.extend(before[name])
         if changed:
-            raise NotExpressibleError(f"An edit changes `{changed[0].split()[0]}`, a list or dict from outside.")
+            raise NotExpressibleError(f"An edit changes the list or dict `{changed[0].split()[0]}`, which it finds outside.")
         self._finish_inputs()
 
     def _run(self, tracer: Any, note: Callable[[Any, Any], None], run: Callable[[], Any]) -> None:
-        """Make the run of ``tracer`` on fakes; ``note`` is called with the prepared arguments."""
+        """Run the model and the blocks of ``tracer`` on fake tensors. ``note`` is called with the prepared arguments of the model."""
         call, root = called_by(tracer)
         modules, (_, model, args, kwargs) = tracer._modules, tracer._call
         counts["recordings"] += 1
@@ -172,7 +172,7 @@ class Recorder(NodeRecorder):
 
         self.gradients.begin_run()
         self.report = tracer.report
-        # A job for a value that a block demands before the model is called stops before it, too, so it needs no input.
+        # A block can need a value before the model is called. The job for that value also stops before the call, so it needs no input.
         self.runs.append({"call": call, "args": {"list": []}, "kwargs": {"dict": []}})
         with quiet_fakes:
             self.model = fake_model_of(modules)
@@ -191,19 +191,19 @@ class Recorder(NodeRecorder):
         self.runs, self.nodes = self.with_blocks()
 
     def with_blocks(self) -> tuple[list[dict[str, Any]], list[Node]]:
-        """Return runs and nodes, with the number of blocks of the latest run; the last one is that of caches."""
+        """Return runs and nodes, with the number of blocks in the latest run. The nodes of observers become its last block."""
         last = len(self._blocks)
         nodes = [{**node, "block": last} if node["block"] == OBSERVERS else node for node in self.nodes]
         return [*self.runs[:-1], {**self.runs[-1], "blocks": last + 1}], nodes
 
     def seeded(self, job: Job) -> Job:
-        """Return a job with the seed of this recording, if it draws."""
+        """Return ``job``, with the seed of this recording if it draws random numbers."""
         if self._samples or any(node.get("name") in DRAWING for node in job.nodes):
             self._seed = job.seed = drawn_seed() if self._seed is None else self._seed
         return job
 
     def taken_by(self, job: Job) -> dict[str, torch.Tensor]:
-        """Return the tensors that a program takes by name: the user's own, unless the block has edited one in place."""
+        """Return the tensors of a program by name: the user's own objects, or a copy if the block has edited a tensor in place."""
         found = {name: self.originals.get(name, (tensor, -1)) for name, tensor in job.tensors.items()}
         return {name: tensor if tensor._version == version else job.tensors[name] for name, (tensor, version) in found.items()}
 
@@ -212,10 +212,10 @@ class Recorder(NodeRecorder):
         return self._blocks.setdefault(mediator, len(self._blocks))
 
     def finished(self, tracer: Any) -> Recorded:
-        """Return the job, with the values that the block of ``tracer`` saved."""
+        """Return the job with the values that the block of ``tracer`` saved."""
         marked = saves.get() or {}
         values = {name: value for name, value in tracer.scope.items() if id(value) in marked}
-        for name, value in self._outer.items():  # as in any trace, values that the block puts there stay there
+        for name, value in self._outer.items():  # as in any trace, the user finds the values that the block put there
             leaves = pytree.tree_leaves(value)
             if name not in values and any(isinstance(leaf, FakeTensor) and leaf in self._refs for leaf in leaves):
                 values[name] = value
@@ -229,17 +229,13 @@ class Recorder(NodeRecorder):
         known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
         return Recorded(job, values, known, tracer.scope, self.fixed, self.arguments, self.taken_by(job))
 
-    def _outer_containers(self, tracer: Any) -> dict[str, Any]:
-        """Return the lists and dicts that the block of ``tracer`` finds outside, by name."""
-        return {name: value for name, value in self._variables(tracer).items() if type(value) in (list, dict)}
-
     @property
     def inputs(self) -> NamedInputs | None:
         """The named inputs of the block whose turn it is."""
         return None if self.block is None else self._inputs.get(self.block, self._common)
 
     def _finish_inputs(self) -> None:
-        """Give the constants that are no inputs names that are none."""
+        """Rename the constants that are not inputs, so that their names are not identifiers."""
         for inputs in (*self._inputs.values(), *([] if self._common is None else [self._common])):
             inputs.finish()
             self.fixed |= inputs.fixed
@@ -252,25 +248,25 @@ class Recorder(NodeRecorder):
 
     @staticmethod
     def _variables(tracer: Any) -> dict[str, Any]:
-        """Return what the block of ``tracer`` finds outside, by name."""
+        """Return the outside variables that the block of ``tracer`` uses, by name."""
         used = tracer.module_globals
         names = {name: used[name] for name in tracer.info.looked_up if name in used}
         return {**names, **dict(tracer.scope.items())}
 
     def _saved(self, name: str, value: Any, in_cache: bool = False) -> Any:
-        """Return the tree of a saved value that has none of its own."""
+        """Return the tree of a part of a saved value that is not plain data."""
         if isinstance(value, torch.Tensor):
             if id(value) in self.model.weights:
                 fake = self.substitute(value)
                 self._refs[value] = self._refs[fake]
                 return {"ref": list(self._refs[fake])}
             if not isinstance(value, FakeTensor) or id(value) in self._of_other_jobs:
-                return {"absent": "Tensor"}  # the client has it, or will get it from another job
+                return {"absent": "Tensor"}  # the client has it, or another job returns it
             ref = self._refs.get(value)
             if ref is None:
                 raise NotExpressibleError(
-                    f"`{name}` holds a tensor that the block did not get at a location of the model. Save values that were read at "
-                    "one, and values computed from them."
+                    f"`{name}` holds a tensor that the block did not get at a location of the model. Save values that were read at a "
+                    "location, and values computed from them."
                 )
             self._check_fresh(value)
             return {"ref": list(ref)}
@@ -280,27 +276,27 @@ class Recorder(NodeRecorder):
             kept = {path: kinds for path, kinds in kept.items() if kinds}
             return write_tree(kept, lambda leaf: self._saved(name, leaf, in_cache=True))
         if is_batched_container(value):
-            if in_cache:  # a key-value cache belongs to the run
+            if in_cache:  # key-value caches are not sent
                 return {"absent": type(value).__name__[:100]}
             return {"list": [write_tree(item, lambda leaf: self._saved(name, leaf)) for item in tensors_at(value)]}
         is_object = hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType))
         held = value if isinstance(value, (set, frozenset)) else vars(value).values() if is_object else ()
         if any(isinstance(item, FakeTensor) for item in pytree.tree_leaves(list(held))):
             raise NotExpressibleError(
-                f"`{name}` holds a {type(value).__name__} with tensors in it, which cannot be sent. "
-                "Save the tensors, in lists, tuples or dicts."
+                f"`{name}` holds a {type(value).__name__} that contains tensors, which cannot be sent. "
+                "Save the tensors in lists, tuples or dicts."
             )
         return {"absent": type(value).__name__[:100]}
 
     # -- events of a run -------------------------------------------------------------------------------------------
 
     @unseen
-    def begin_visit(self, mediator: Any, site: str, at: int, value: Any) -> Stop:
-        """Record that a block reads the value at a location."""
+    def begin_visit(self, mediator: Any, site: str, at: int, value: Any) -> Visit:
+        """Record that a block gets ``value`` at a location. Return the visit, for :meth:`end_visit`."""
         structure, loop = structure_of(value), bool(getattr(mediator, "loops", 0))
         found = places_of(value)
         self.moves += 1
-        visit = Stop(self.block, site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
+        visit = Visit(self.block, site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
         if self.runs_again:
             visit.keys = keys_of(value)
             parts: dict[str | None, Any] = {key: value[key] for key, _ in visit.keys} or {None: value}
@@ -316,14 +312,14 @@ class Recorder(NodeRecorder):
 
     @contextlib.contextmanager
     def own_references(self, value: Any) -> Iterator[None]:
-        """Let the blocks of the run keep their references to the tensors in ``value``, which something else looks at."""
+        """Restore the references to the tensors in ``value`` on exit. An observer reads the tensors in a block of its own meanwhile."""
         before = [(leaf, self._refs[leaf]) for leaf in tensors_at(value) if isinstance(leaf, FakeTensor) and leaf in self._refs]
         yield
         for leaf, ref in before:
             self._refs[leaf] = ref
 
     @unseen
-    def end_visit(self, visit: Stop, left: Any) -> None:
+    def end_visit(self, visit: Visit, left: Any) -> None:
         """Record the value that a block leaves at a location."""
         self.moves += 1
         self._visits.remove(visit)
@@ -340,30 +336,30 @@ class Recorder(NodeRecorder):
             if not (isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)):
                 if type(new) is type(old) and new == old:
                     continue
-                raise refused(f"The replacement of `{visit.site}` changes something that is no tensor, or is none.")
+                raise refused(f"The replacement of `{visit.site}` replaces a value that is not a tensor, or a tensor by another object.")
             value = self.reference(self.substitute(self._given(new)))
             if visit.places[number][1] is not None:
-                raise refused(f"A tensor in a cache at `{visit.site}` is replaced: edit it in place instead.")
+                raise refused(f"A tensor inside a cache at `{visit.site}` is replaced. Edit it in place instead.")
             self.emit("write", **visit.place(number), value=value)
         for number in [number for number in self._stale if not self.nodes[number].get("copy")]:
             del self._stale[number]
 
-    def _write_edits(self, visit: Stop) -> None:
-        """Record that edits in place of what a block has read at a location are edits of the model's tensors."""
+    def _write_edits(self, visit: Visit) -> None:
+        """Record that the block's in-place edits of tensors from a location are written back to the model's tensors."""
         for leaf, number in visit.reads.items():
             if number in visit.edited:
                 self.emit("write", **visit.place(leaf), value={"ref": [number, 0]}, in_place=True)
 
     @unseen
     def stop(self) -> None:
-        """Record that the block whose turn it is ends the run where it stands."""
+        """Record that the current block ends the run."""
         self.emit("stop")
 
     @unseen
     def refuse_unknown_sizes(self, location: str, value: Any) -> None:
-        """Refuse a replacement at a location if its size depends on values."""
+        """Refuse a replacement at ``location`` if its size depends on values."""
         if any(isinstance(leaf, torch.Tensor) and has_unknown_size(leaf) for leaf in pytree.tree_leaves(value)):
-            raise refused(f"The replacement of `{location}` has a size that depends on values, and the model goes on with one size.")
+            raise refused(f"The replacement of `{location}` has a size that depends on values. {WITHOUT_SIZE}")
 
     @unseen
     def skip(self, site: str, at: int, value: Any, loop: bool) -> None:
@@ -374,15 +370,15 @@ class Recorder(NodeRecorder):
         self.emit("skip", site=site, at=at, value=tree, **({"loop": True} if loop else {}))
 
     def _given(self, value: Any) -> Any:
-        """Return a value that goes into the model; refuse one whose size depends on values, and later edits of one of the block's own."""
+        """Return a value that the block gives to the model, or refuse it. If it is an own tensor of the block, forbid later edits of it."""
         if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and id(value) not in self.model.weights:
             self.handed_over[value.untyped_storage()._cdata] = value
         if isinstance(value, torch.Tensor) and has_unknown_size(value):
-            raise refused(f"The model cannot go on with a value whose size depends on values. {WITHOUT_SIZE}")
+            raise refused(f"The model cannot continue with a value whose size depends on values. {WITHOUT_SIZE}")
         return value
 
     def _tree(self, value: Any, refusal: str) -> Any:
-        """Return the tree of a value that is made of tensors; raise ``refusal`` with the name of another type."""
+        """Return the tree of nested tensors. For an object of another type, raise ``refusal`` with the name of the type."""
 
         def leaf(item: Any) -> Any:
             if isinstance(item, torch.Tensor):
@@ -392,14 +388,14 @@ class Recorder(NodeRecorder):
         return write_tree(value, leaf)
 
     def barrier(self, barrier: Any, participants: int) -> None:
-        """Record that a block waits for others."""
+        """Record that a block waits at a barrier."""
         self.emit("barrier", id=self._barriers.setdefault(barrier, len(self._barriers)), of=participants)
 
     @unseen
     def apply(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, hook: bool) -> Any:
-        """Apply a module of the model to values of the block."""
+        """Record that the block calls a module of the model. Return its result on fake tensors."""
         if path not in self.model.by_path or hook:
-            raise refused(f"`{path}` is called with `hook=True`, or is no module that the model came with: neither can be sent.")
+            raise refused(f"`{path}` is called with `hook=True`, or was not a module of the original model. Neither can be sent.")
         args, kwargs = (pytree.tree_map(self._argument, part) for part in (args, kwargs))
         refusal = f"`{path}` is given a {{}}, which cannot be sent."
         trees = {"args": self._tree(list(args), refusal), "kwargs": self._tree(dict(kwargs), refusal)}
@@ -412,8 +408,8 @@ class Recorder(NodeRecorder):
             raise refused(why) from error
         if wrote:
             raise refused(
-                f"`{path}` writes to what it is given, or to its buffers, so it cannot be applied. Use a function that does not, "
-                "such as `torch.relu`."
+                f"`{path}` writes to its arguments or to its buffers, so it cannot be applied. Use a function that does not, such as "
+                "`torch.relu`."
             )
         number = self.emit("apply", module=path, **trees)
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -428,16 +424,16 @@ class Recorder(NodeRecorder):
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    """Whether two lists or dicts have the same objects in them."""
+    """Whether two lists or dicts contain identical objects."""
     ones, others = ((list(item.items()) if isinstance(item, dict) else list(enumerate(item))) for item in (one, other))
     return len(ones) == len(others) and all(a == c and b is d for (a, b), (c, d) in zip(ones, others, strict=True))
 
 
 def called_by(tracer: Any) -> tuple[str, Any]:
-    """Return how a trace calls the model, and the model."""
+    """Return how a trace calls the model (``"trace"`` or ``"generate"``), and the model."""
     model = tracer._call[1]
     if tracer._scan or tracer._validate:
-        raise NotExpressibleError("`scan=` and `validate=` are for traces that run here; a remote one is always checked.")
+        raise NotExpressibleError("`scan=` and `validate=` are for traces that run here. Programs are always checked.")
     if isinstance(model, Generation):
         call, root = "generate", model._model
     elif hasattr(model, "_module"):

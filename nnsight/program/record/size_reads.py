@@ -1,4 +1,4 @@
-"""Sizes that a block reads while it is recorded: those of values, and those that depend on values."""
+"""Records the sizes that a block reads, and gets sizes that depend on values; see :mod:`~nnsight.program.format.sizes`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from .demands import Cuts
     from .inputs import NamedInputs
 
-_UNKNOWN_SIZE = f"Python reads a size that depends on values, and they are where the model runs. {WITHOUT_SIZE}"
+_UNKNOWN_SIZE = f"Python reads a size that depends on values, and the values are where the model runs. {WITHOUT_SIZE}"
 
 
 def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of a recorder during which it does not listen to itself."""
+    """Return a method of a recorder that does not record its own calls."""
 
     @functools.wraps(method)
     def without_listening(self: SizeReads, *args: Any, **kwargs: Any) -> Any:
-        before, self._paused = self._paused, True  # and not `paused`, which takes as long as many of these methods
+        before, self._paused = self._paused, True  # the context manager `paused` would take as long as many of these methods
         try:
             return method(self, *args, **kwargs)
         finally:
@@ -36,7 +36,7 @@ def unseen(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class SizeReads(TorchFunctionMode):
-    """The part of a recorder that answers what a block asks about sizes, and records which ones a program for others depends on."""
+    """The part of a recorder that answers reads of sizes. It records the sizes that a program for other inputs depends on."""
 
     cuts: Cuts
     substitute: Callable[[torch.Tensor], torch.Tensor]
@@ -51,11 +51,11 @@ class SizeReads(TorchFunctionMode):
 
     @property
     def inputs(self) -> NamedInputs | None:
-        """The named inputs of the block whose turn it is, if the program is for others."""
+        """The named inputs of the block whose turn it is, if the program is for other inputs."""
         return None
 
     def _metadata(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return a fact about a tensor, and record which sizes it has in it."""
+        """Return metadata of a tensor, and record the sizes that the result reveals."""
         tensor, *rest = (*args, *kwargs.values())
         looked = tensor
         if self.inputs is not None and isinstance(tensor, torch.Tensor) and self.inputs.name_of(tensor):
@@ -78,7 +78,7 @@ class SizeReads(TorchFunctionMode):
 
     @unseen
     def _look(self, tensor: torch.Tensor, dim: int) -> int | None:
-        """Record that a size of a value is read; return it if it depends on values."""
+        """Record that a size of a value is read. Return the size if it depends on values, else ``None``."""
         if isinstance(tensor.shape[dim], torch.SymInt):
             return self.cuts.values_of([tensor], "size", _UNKNOWN_SIZE)[0].shape[dim]
         if self._for_others:
@@ -93,7 +93,7 @@ class SizeReads(TorchFunctionMode):
             self._look(tensor, dim)
 
     def _unknown_size(self, most: int) -> Any:
-        """Return the size of a dimension that depends on values: torch computes with it as an unknown."""
+        """Return a new symbol for the size of a dimension that depends on values."""
         from torch.fx.experimental.symbolic_shapes import ShapeEnv  # slow to import
 
         self._unknown = self._unknown or ShapeEnv()
@@ -102,12 +102,12 @@ class SizeReads(TorchFunctionMode):
         return size
 
     def _look_for_torch(self, name: str, args: tuple[Any, ...]) -> None:
-        """Record the sizes that decide which operators torch makes of a call of the block."""
+        """Record the sizes that decide to which operators torch lowers a call of the block."""
         function, given = self._called
         divided = division(name, args, {})
-        if divided is not None:  # so many results are part of the program
+        if divided is not None:  # the number of results is part of the program
             self._look(args[0], range(args[0].dim())[divided[0]])
-        if name.startswith("aten.squeeze."):  # so is the number of dimensions
+        if name.startswith("aten.squeeze."):  # the number of dimensions is part of the program
             named = pytree.tree_leaves(args[1:]) or known_dims(args[0])
             self._look_all(args[0], {dim % args[0].dim() for dim in named if args[0].dim()}.intersection(known_dims(args[0])))
         if takes_sizes(function, name, args, given):

@@ -1,4 +1,4 @@
-"""A stop of a block at a location, while it is recorded."""
+"""Visits: a recorded block gets the value at a location, and leaves a value there."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 
 @dataclass
-class Stop:
-    """A stop of a ``block`` at occurrence ``at`` of a location."""
+class Visit:
+    """A visit of ``block`` to the location ``site``, at occurrence ``at``."""
 
     block: int | None
     site: str
     at: int
-    loop: bool  # whether the block waits in a loop
-    structure: Any  # of the value, with the places and leaves in it
-    places: list[tuple[int, int | None]]
+    loop: bool  # whether the block waits in a loop over occurrences
+    structure: Any  # the nesting of the value
+    places: list[tuple[int, int | None]]  # number of each leaf, and number inside it if the leaf is a cache
     leaves: list[Any]
-    reads: dict[int, int] = field(default_factory=dict)  # the node of each leaf
-    keys: list[tuple[str, int]] = field(default_factory=list)  # of each leaf of a dict: its key, and the first leaf there
-    lists: dict[str | None, list[int]] = field(default_factory=dict)  # lengths of the lists in it, by key if it has keys
-    edited: set[int] = field(default_factory=set)  # nodes of leaves that were edited in place
+    reads: dict[int, int] = field(default_factory=dict)  # the `read` node of each leaf
+    keys: list[tuple[str, int]] = field(default_factory=list)  # for each leaf of a dict: its key, and the number of the first leaf there
+    lists: dict[str | None, list[int]] = field(default_factory=dict)  # lengths of the lists in the value, by key if it is a dict
+    edited: set[int] = field(default_factory=set)  # `read` nodes of leaves that were edited in place
 
     def place(self, number: int) -> dict[str, Any]:
-        """Return the keys of a node that name a leaf."""
+        """Return the content of a node that names the leaf in ``places[number]``."""
         leaf, inside = self.places[number]
         said: dict[str, Any] = {"site": self.site, "at": self.at, "leaf": leaf}
         key: str | None = None

@@ -1,1 +1,1 @@
-"""Running a program: it is checked against a model, and interpreted along with it."""
+"""Running programs: checks against a model, a rehearsal on fake tensors, and the interpreter."""

@@ -1,4 +1,4 @@
-"""Rehearsals of jobs on fakes: operations and memory are counted, and writes to weights are refused."""
+"""Rehearsals: runs of jobs on fake tensors, which count operations and memory, and refuse writes to weights."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ from .interpreter import Interpreter
 
 
 class Costs(Guesses):
-    """Counts the operations of a run on fakes, and guesses where the model asks for values.
+    """Counts the operations of a run on fake tensors, and guesses values that the model asks for.
 
-    A result of a program whose size depends on values has the largest possible one.
+    If the size of a result of the program depends on values, the result has the largest possible size. ``flops`` are the operations of
+    model and program, and ``of_model`` those of the model alone.
     """
 
     def __init__(self, limit: int) -> None:
         super().__init__()
         self.flops, self.of_model, self._limit = 0, 0, limit
-        self.selects = False  # whether a size of the program depends on values
+        self.selects = False  # whether a size in the program depends on values
         self.begun: list[int] = []  # the operations before each token of a generation
         self.on_made: Callable[[torch.Tensor], None] | None = None  # called with each tensor that an operator of a program makes
-        self.on_step: Callable[[], None] = lambda: None
+        self.on_step: Callable[[], None] = lambda: None  # called before each token of a generation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         run, kwargs = active_interleaver(), kwargs or {}
         of_block = run is not None and run.current is not None
-        in_pass = torch._C._current_graph_task_id() >= 0 and not self.made  # so the sizes are those of the program, too
+        in_pass = torch._C._current_graph_task_id() >= 0 and not self.made  # a backward pass, whose sizes contain no guesses
         guesses = super().__torch_dispatch__
         try:
             result = func(*args, **kwargs) if of_block or in_pass else guesses(func, types, args, kwargs)
@@ -62,22 +63,22 @@ class Costs(Guesses):
     def _count(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any, of_model: bool) -> None:
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         flops = sum(leaf.numel() for leaf in made)
-        if self.on_made is not None:  # also what a composite operator makes on the way
+        if self.on_made is not None:  # includes intermediate results of composite operators
             for leaf in made:
                 self.on_made(leaf)
         count = flop_registry.get(func._overloadpacket)
         if count is not None:
-            with contextlib.suppress(Exception):  # counters of torch know the usual arguments only
+            with contextlib.suppress(Exception):  # the counters of torch fail for unusual arguments
                 flops += int(count(*args, **kwargs, out_val=result))
         self.add(flops, of_model)
 
     def begin_step(self) -> None:
-        """Note that a generation begins with a token."""
+        """Note that the next token of a generation begins."""
         self.on_step()
         self.begun.append(self.flops)
 
     def add(self, flops: int, of_model: bool = False) -> None:
-        """Count operations; raise an :class:`InvalidProgramError` if there are too many."""
+        """Count operations. Raise an :class:`InvalidProgramError` if there are too many."""
         self.flops += flops
         if of_model:
             self.of_model += flops
@@ -86,7 +87,7 @@ class Costs(Guesses):
 
 
 class Rehearsal(Interpreter):
-    """A job on fakes: counts the bytes of all tensors that it ``made``, and refuses writes to memory that outlives the run."""
+    """Interprets a job on fake tensors. It counts the bytes of all tensors in ``made``, and refuses writes to memory of the model."""
 
     def __init__(self, model: NNsight, job: Job, limits: Limits, fakes: FakeModel, costs: Costs) -> None:
         super().__init__(model, job, limits)
@@ -98,7 +99,7 @@ class Rehearsal(Interpreter):
         self.made = 0
 
     def weight(self, name: str) -> torch.Tensor:
-        """Return the fake of a parameter or buffer."""
+        """Return the fake tensor of a parameter or buffer."""
         return self.fakes.by_name[name]
 
     def done(self, node: Node, arguments: Any, result: Any) -> None:
@@ -109,7 +110,7 @@ class Rehearsal(Interpreter):
             if node["name"].startswith("aten.index_put"):
                 args, kwargs = arguments
                 for index in args[1] if len(args) > 1 else kwargs["indices"]:
-                    places(index, lambda most: most)  # are counted as they are made
+                    places(index, lambda most: most)  # makes the indices that replace a mask, so that they are counted
             return
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -123,7 +124,7 @@ class Rehearsal(Interpreter):
             self._costs.on_made = None
 
     def _measure(self, name: str, tensor: torch.Tensor) -> None:
-        """Count a tensor that an operator or a module makes, and refuse one that is too large."""
+        """Count a tensor that an operator or a module makes. Refuse it if it is too large."""
         self.check_time()
         size, most = tensor.numel() * tensor.element_size(), self.limits.tensor_bytes
         require(size <= most, f"`{name}` makes a tensor of {size} bytes; the limit is {most}.")
@@ -133,14 +134,14 @@ class Rehearsal(Interpreter):
         """Count a tensor that autograd keeps for a backward pass."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._kept and storage._cdata not in self._saved:
-            self._saved[storage._cdata] = storage  # kept alive, so that its identity is not used again
+            self._saved[storage._cdata] = storage  # a reference, so that no other storage gets the same identity
             self._count(storage.nbytes())
         return tensor
 
     def apply(self, path: str, args: Any, kwargs: Any) -> Any:
         """Apply a module, and refuse it if it writes to its arguments or to weights."""
         result, wrote = self.fakes.apply(path, args, kwargs)
-        require(not wrote, f"`{path}` writes to what it is applied to, or to its weights.")
+        require(not wrote, f"`{path}` writes to its arguments or to its weights.")
         return result
 
     def _count(self, size: int) -> None:

@@ -1,10 +1,10 @@
-"""Random numbers of a job come from a generator of its own, with the seed of the job.
+"""Random numbers of a job. Each job has its own generator, with the seed of the job.
 
-So a job gives the same results alone, among others, and when it is sent again, and it advances no generator of the server. The client
-draws the seed with its own generator: after ``torch.manual_seed(s)`` the same block is the same job.
+So a job has the same results when it runs alone, in a batch, or again, and it does not advance the generators of the server. The client
+draws the seed from its own generator: after ``torch.manual_seed(s)``, the same block is the same job.
 
-Operators of a program that draw get the generator as an argument (:data:`~nnsight.program.format.operators.DRAWING`). Operators of the
-model that draw, for sampling or dropout, get it from :class:`Drawing`.
+The interpreter passes the generator to random operators of a program (:data:`~nnsight.program.format.operators.DRAWING`).
+:class:`Drawing` passes it to random operators of the model, which it uses for sampling or dropout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ...runtime.modules.tree import ModuleTree
 
 _aten = torch.ops.aten
 
-#: Bounds of the parameters of distributions.
+#: Minimum and maximum of the parameter of a distribution, by operator.
 _PARAMETERS = {
     "aten.bernoulli.default": (0.0, 1.0),
     "aten.bernoulli_.Tensor": (0.0, 1.0),
@@ -30,7 +30,7 @@ _PARAMETERS = {
     "aten.poisson.default": (0.0, 1e9),
 }
 
-#: Operators that take a generator in another overload.
+#: The overload that takes a generator, for operators that do not.
 _WITH_GENERATOR = {
     _aten.rand.default: _aten.rand.generator,
     _aten.randn.default: _aten.randn.generator,
@@ -47,17 +47,17 @@ def drawn_seed() -> int:
 
 
 def generator_of(seed: int | None, device: torch.device) -> torch.Generator:
-    """Return the generator of a job; without a seed, one with a secret seed."""
+    """Return the generator of a job. If the job has no seed, the seed is a secret random number."""
     return torch.Generator(device).manual_seed(secrets.randbits(62) if seed is None else seed)
 
 
 def drops(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether one of ``modules`` drops out entries at random."""
+    """Whether one of ``modules`` is an active dropout."""
     return any(isinstance(module, _DropoutNd) and module.training and module.p for module in modules)
 
 
 def check_parameters(name: str, parameter: Any) -> None:
-    """Raise a :class:`ValueError` unless the parameter of an operator that draws is in range; some kernels do not check it."""
+    """Raise a :class:`ValueError` unless the parameter of a random operator is in range. Some kernels do not check it."""
     if name not in _PARAMETERS or not isinstance(parameter, torch.Tensor) or isinstance(parameter, FakeTensor):
         return
     low, high = _PARAMETERS[name]
@@ -74,7 +74,7 @@ def samples(tree: ModuleTree, call: str, kwargs: dict[str, Any]) -> bool:
 
 
 class Drawing(TorchDispatchMode):
-    """Lets a model draw from the generator of a job."""
+    """Makes the random operators of a model draw from the generator of a job."""
 
     def __init__(self, generator: torch.Generator) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a server asks of an engine: it runs programs on one model."""
+"""The interface between a server and an engine, which runs programs on one model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable, Hashable, Sequence
 from typing import Protocol
 
-#: Takes a line that a program prints.
+#: A function that receives each line that a program prints.
 Log = Callable[[str], None]
 
 #: The result of a payload, or its error.
@@ -15,7 +15,7 @@ Outcome = bytes | Exception
 
 
 def in_this_loop(log: Log) -> Log:
-    """Return a function for other threads that calls ``log`` in the running loop, unless that has ended."""
+    """Return a function for other threads that calls ``log`` in the running event loop, unless the loop has ended."""
     loop = asyncio.get_running_loop()
 
     def tell(line: str) -> None:
@@ -36,25 +36,25 @@ class TimeLimitError(RuntimeError):
 class Engine(Protocol):
     """Runs programs on one model."""
 
-    width: int  # number of groups of payloads that it runs at a time
+    width: int  # number of calls of `execute` that can run at the same time
 
     def kind_of(self, payload: bytes) -> Hashable | None:
-        """Return a key of the programs that can run as one batch; ``None`` for one that runs alone."""
+        """Return a key that is equal for payloads that can run as one batch; ``None`` for a payload that has to run alone."""
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
-        """Run payloads of one kind and return the outcome of each; ``logs`` get the lines that each prints, in the loop of the caller.
+        """Run payloads of one kind and return the outcome of each. ``logs[i]`` gets the lines of payload ``i`` in the caller's event loop.
 
         Raises:
             EngineLostError: If the engine died.
-            TimeLimitError: If it took longer than ``seconds``.
+            TimeLimitError: If the run took longer than ``seconds``.
         """
 
     def interrupt(self, payloads: Sequence[bytes]) -> None:
-        """End the run of this very list of payloads soon; it fails."""
+        """Make the run of this list of payloads (compared by identity) fail soon."""
 
     @property
     def healthy(self) -> bool:
-        """Whether it can run anything."""
+        """Whether the engine can run programs."""
 
     def close(self) -> None:
-        """Free its resources; it runs nothing any more."""
+        """Free the resources of the engine, which cannot run programs afterwards."""

@@ -1,8 +1,8 @@
 """Runs payloads on a model of this process.
 
-The program of a payload becomes the blocks of an ordinary run (:mod:`~nnsight.program.run.interpreter`). It runs eagerly, or compiled
-if the model was wrapped that way; edits of the model's owner do not run along. Autograd follows only programs with backward passes, which
-run eagerly. No weight accumulates a gradient.
+The program of a payload becomes the blocks of an ordinary run (:mod:`~nnsight.program.run.interpreter`). The run is compiled if the model
+was wrapped that way, else eager. Edits of the model do not take part. Autograd is active only for programs with backward passes, which
+run eagerly. Weights never accumulate gradients.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ R = TypeVar("R", bound=Interpreter)
 def execute_payload(
     model: NNsight, payload: bytes, limits: Limits | None = None, log: Callable[[str], None] | None = None
 ) -> bytes:
-    """Decode, validate and run a payload; return the results as a container (see :func:`~nnsight.program.format.results.decode_results`).
+    """Decode, validate and run a payload. Return a container for :func:`~nnsight.program.format.results.decode_results`.
 
-    ``log`` is called with each line that the program prints.
-
-    Thread-safe: several threads may run payloads on one model. ``model`` is loaded (dispatched) if it is not.
+    ``log`` is called with each line that the program prints. The function is thread-safe: several threads may run payloads on one model.
+    The weights of ``model`` are loaded (dispatched) first if necessary.
 
     Raises:
         InvalidProgramError: Before the model is touched.
@@ -50,7 +49,7 @@ def execute_payload(
 
 
 def execute(model: NNsight, job: Job, limits: Limits, log: Callable[[str], None] | None = None) -> bytes:
-    """Run a validated job; as :func:`execute_payload`."""
+    """Run a validated job, as :func:`execute_payload` does."""
     interpreter = prepared(Interpreter, model, job, limits, log)
     with torch.set_grad_enabled(interpreter.differentiates):
         interpreter.place_constants()
@@ -65,7 +64,7 @@ def execute(model: NNsight, job: Job, limits: Limits, log: Callable[[str], None]
 
 
 def prepared(kind: type[R], model: NNsight, job: Job, limits: Limits, log: Callable[[str], None] | None) -> R:
-    """Return an interpreter of a validated job, with the generator of the job; load the model if it is not."""
+    """Return an interpreter of class ``kind`` for a validated job, with the generator of the job. Load the model if necessary."""
     if hasattr(model, "dispatch"):
         model.dispatch()
     interpreter = kind(model, job, limits)
@@ -87,11 +86,11 @@ def _run(interpreter: Interpreter, number: int, args: Any, kwargs: dict[str, Any
 
 
 def run_blocks(interleaver: Interleaver, interpreters: Sequence[Interpreter], call: Callable[[], Any]) -> None:
-    """Run the blocks of interpreters along with ``call()``, the call of the model."""
+    """Run the blocks of interpreters during ``call()``, which calls the model."""
     interleaver.tree = interpreters[0].model._tree
     with contextlib.suppress(EarlyStopException), interleaver:  # a block may stop before its first request
         output = call()
-        if interleaver.failure is not None:  # the model caught the error of a block
+        if interleaver.failure is not None:  # code of the model has caught the error of a block
             raise interleaver.failure
         interleaver.handle("result", output)
         for interpreter in interpreters:
@@ -99,7 +98,7 @@ def run_blocks(interleaver: Interleaver, interpreters: Sequence[Interpreter], ca
 
 
 def results_of(interpreter: Interpreter) -> bytes:
-    """Return the results of a program that has ended; raise an :class:`ExecutionFailedError` if they exceed a limit."""
+    """Return the results of a completed program. Raise an :class:`ExecutionFailedError` if they exceed a limit."""
     tensors = Tensors()
     saves = interpreter.saved(tensors.tree)
     size = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,11 +1,11 @@
-"""Runs of a model on fakes: clients record blocks against them, and servers check programs with them.
+"""Runs of a model on fake tensors. Clients use them to record blocks, and servers use them to check programs.
 
-As in a scan, a copy of the model with fakes in place of its tensors runs on fakes of its inputs (:mod:`nnsight.runtime.rows.fakes`). A
-generation on fakes has no tokens that could end it. It ends when it has made as many tokens as it may, or when no block waits for
-anything but its result.
+As in a scan, a copy of the model with fake tensors runs on fake inputs (:mod:`nnsight.runtime.rows.fakes`). The tokens of a generation on
+fake tensors have no values, so none of them can end it. It ends when it has made the maximum number of tokens, or when no block waits for
+any location except the result.
 
-Each thread keeps the copy of a model as long as the model does not change (:mod:`~nnsight.program.run.likeness`) and no run has
-changed the copy. With the copy it keeps the values at its locations (:mod:`~nnsight.program.run.occurrences`).
+Each thread caches the copy of a model. The copy is dropped if the model changes (:mod:`~nnsight.program.run.descriptions`), or if a run
+has changed the copy. The values at its locations are cached, too (:mod:`~nnsight.program.run.occurrences`).
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from ...runtime.modules.tree import ModuleTree
 from ...runtime.rows.fakes import fake_modules
 from ..counts import counts
 from ..format.errors import NotExpressibleError
+from .descriptions import describe, key_of
 from .fake_steps import FakeSteps
-from .likeness import describe, key_of
 from .occurrences import FreshFakes, Occurrence, observed, replay, tensors_at
 
 if TYPE_CHECKING:
     from .costs import Costs
 
-#: Locations after the end of the model.
+#: Locations after the last call of the model in a generation.
 _AT_THE_END = frozenset({"result", "model.generator.output"})
 
 
 class _Finished(BaseException):
-    """Ends a generation; no ``except Exception`` of a model stops it."""
+    """Ends a generation. ``except Exception`` in the code of a model does not catch it."""
 
 
 _local = threading.local()
 
-#: Number of kinds of input whose occurrences are kept.
+#: Maximum number of kinds of input whose occurrences are cached.
 _KEPT = 32
 
 
 def fake_model_of(tree: ModuleTree) -> FakeModel:
-    """Return a copy of a model with fakes for its tensors, in the fake mode of this thread: the kept one, if that is possible."""
+    """Return a copy of a model with fake tensors, in the fake mode of this thread. Return the cached copy if it is valid and not busy."""
     if not hasattr(_local, "models"):
         _local.models = weakref.WeakKeyDictionary()
     like = tree.version, describe(tree.paths)
@@ -67,17 +67,19 @@ def fake_model_of(tree: ModuleTree) -> FakeModel:
 
 
 class FakeModel:
-    """A copy of a model with fakes for its tensors; ``like`` describes the model, or is ``None`` for a copy that is not kept.
+    """A copy of a model with fake tensors.
 
     Attributes:
+        like: Description of the model, or ``None`` if a run has changed the copy, so that it is not used again.
         root: The copy.
-        by_path: The copies of all modules.
-        device: Device of the fakes.
-        weights: Name and fake of each parameter and buffer, by the identity of the original.
-        busy: Whether it runs.
+        by_path: The copies of all modules, by path.
+        by_name: The fake tensor of each parameter and buffer, by name.
+        device: Device of the fake tensors.
+        weights: Name and fake tensor of each parameter and buffer, by ``id`` of the original.
+        busy: Whether the copy is running.
     """
 
-    def __init__(self, tree: ModuleTree, mode: FakeTensorMode, like: Any = None) -> None:
+    def __init__(self, tree: ModuleTree, mode: FakeTensorMode, like: Any) -> None:
         counts["fake_models"] += 1
         device = device_of(tree.root)
         self.device = torch.device("cpu") if device.type == "meta" else device
@@ -96,17 +98,17 @@ class FakeModel:
         self._pristine = describe(self.by_path.values())
 
     def storages(self) -> set[int]:
-        """Return the identities of the memory that the model keeps from run to run."""
+        """Return the identities of the storages that the model keeps from run to run."""
         holders = (held for module in self.by_path.values() for held in (module._parameters, module._buffers, vars(module)))
         kept = (leaf for held in holders for leaf in pytree.tree_leaves(list(held.values()), is_leaf=is_batched_container))
         return {leaf.untyped_storage()._cdata for leaf in kept if isinstance(leaf, torch.Tensor)}
 
     def versions(self) -> int:
-        """Return a number that changes when a weight is written to."""
+        """Return a number that changes when a weight is edited in place."""
         return sum(tensor._version for tensor in self.by_name.values())
 
     def apply(self, path: str, args: Any, kwargs: Any) -> tuple[Any, bool]:
-        """Apply a module; return its result, and whether it wrote to its arguments or to weights."""
+        """Apply the copy of the module at ``path``. Return its result, and whether it wrote to its arguments or to weights."""
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before = self.versions() + sum(tensor._version for tensor in given)
         self._called = True
@@ -116,9 +118,9 @@ class FakeModel:
     def run(
         self, tree: ModuleTree, interleaver: Interleaver, call: str, args: Any, kwargs: Any, costs: Costs | None = None
     ) -> Any:
-        """Call the model on fakes of its arguments within ``interleaver``; return its fake output.
+        """Call the model on fake arguments within ``interleaver``, and return its fake output.
 
-        ``costs`` counts the operations of the model in a rehearsal, where a generation makes two tokens even if no block waits for any.
+        ``costs`` counts the operations of the model. With it, a generation makes at least two tokens, even if no block waits for them.
         """
         self.busy = True
         run = self._run_once if call == "trace" else self._generate
@@ -128,12 +130,12 @@ class FakeModel:
             self.busy = False
             called, self._called = self._called, False
             if called and self.like is not None and describe(self.by_path.values()) != self._pristine:
-                self.like = None  # the run changed the copy, so it is not used again
+                self.like = None
 
     def _run_once(self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, costs: Costs | None) -> Any:
         """Call the model, or offer the occurrences of an earlier call."""
         key: Any = None
-        if self.like is not None and not torch.is_grad_enabled():  # autograd would not know where kept fakes come from
+        if self.like is not None and not torch.is_grad_enabled():  # cached fakes have no autograd graph
             with contextlib.suppress(TypeError):
                 key = tree.opened, costs is None, key_of((args, kwargs))
         fresh = FreshFakes(self._storages)
@@ -175,7 +177,7 @@ class FakeModel:
 
     @contextlib.contextmanager
     def _ending(self, interleaver: Interleaver, steps: int, costs: Costs | None) -> Iterator[None]:
-        """End a generation in time."""
+        """End a generation when it has made ``steps`` tokens, or when no block waits for a location before its end."""
         forward, calls, least = self.root.forward, 0, 1 if costs is None else 2
         step = FakeSteps(forward, interleaver, self._storages, costs)
 
@@ -188,22 +190,22 @@ class FakeModel:
                 costs.begin_step()
             return step(*args, **kwargs)
 
-        # Of fakes, `generate` cannot tell that all sequences have ended: beam search would end with the first step.
+        # On fake tensors, `generate` would guess that no sequence is unfinished, and beam search would end after the first step.
         changed = {"forward": counted, "_has_unfinished_sequences": lambda *args, **kwargs: True}
         self.root.__dict__.update(changed)
         try:
             yield
             if not calls and steps:
                 raise NotExpressibleError(
-                    f"`generate` of {type(self.root).__name__} looks at values before it calls the model, so it cannot be recorded or "
-                    "checked on fakes: run it without `remote=` and `program=`."
+                    f"`generate` of {type(self.root).__name__} needs values before it calls the model, so it cannot be recorded or checked "
+                    "on fake tensors. Run it without `remote=` and `program=`."
                 )
         finally:
             for name in changed:
                 del self.root.__dict__[name]
 
     def faked(self, value: Any) -> Any:
-        """Return ``value`` with new fakes in place of its tensors, and copies of its caches, which the run fills."""
+        """Return ``value`` with new fake tensors in place of its tensors. Its caches are copied, because the run fills them."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=self.device)
@@ -217,13 +219,13 @@ class FakeModel:
 
 
 def _weights_of(root: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield parameters and buffers, each with all its names."""
+    """Yield the name and tensor of each parameter and buffer. A shared tensor has several names."""
     yield from root.named_parameters(remove_duplicate=False)
     yield from root.named_buffers(remove_duplicate=False)
 
 
 def input_key(args: Any, kwargs: Any) -> Any:
-    """Return what distinguishes arguments of a model by their sizes; ``None`` if they have other values than tensors and plain data."""
+    """Return :func:`key_of` the arguments of a model, or ``None`` if they contain objects other than tensors and plain data."""
     try:
         return key_of((args, kwargs))
     except TypeError:
@@ -231,13 +233,13 @@ def input_key(args: Any, kwargs: Any) -> Any:
 
 
 def device_of(module: torch.nn.Module) -> torch.device:
-    """Return the device of the input of a model."""
+    """Return the device of the first parameter of a model, which is where its input belongs; the CPU if it has none."""
     tensor = next(iter(module.parameters()), None)
     return torch.device("cpu") if tensor is None else tensor.device
 
 
 def generation_size(root: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[int, tuple[int, int]]:
-    """Return the most tokens of a generation, and the number of its sequences with the length of its prompt."""
+    """Return the maximum number of new tokens of a generation, and its number of sequences and the length of its prompt as a pair."""
     ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
     rows, length = (ids.shape[0], ids.shape[1]) if isinstance(ids, torch.Tensor) and ids.dim() == 2 else (1, 0)
     config: Any = getattr(root, "generation_config", None)

@@ -1,10 +1,10 @@
-"""The steps of a generation on fakes, of which most are like the one before.
+"""The steps of a generation on fake tensors. Most steps are simulated without running the model.
 
-A step after the first decodes one token for each row. Values at the locations have the same sizes in each of these steps, but for those
-that grow with the cache. So two steps run, and what passes the locations in both with equal sizes is offered again in later steps,
-without running the model (:mod:`~nnsight.program.run.occurrences`). When a block asks for a value of another size, replaces one or skips a
-module, the model runs that step. The cache grows in each step, whether the model runs or not. How it grows is known of the usual cache
-only; with any other cache the model runs in each step.
+After the first step, each step decodes one token for each row. The values at the locations have the same sizes in each of these steps,
+apart from values that grow with the cache. So two steps run and are compared. Values with equal sizes in both are offered again in later
+steps, without running the model (:mod:`~nnsight.program.run.occurrences`). The model runs a step if a block asks for a value of another
+size, replaces a value, or skips a module. The cache grows in each step, whether the model runs or not. Growth is simulated for
+``DynamicCache`` only; with any other cache, the model runs in each step.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .occurrences import FreshFakes, Occurrence, observed, replay
 if TYPE_CHECKING:
     from .costs import Costs
 
-#: Number of the first step that may be like the one before: those before run, and are compared.
+#: Number of the first step that may be simulated. Earlier steps run.
 _FIRST = 3
 
 
 class FakeSteps:
-    """Calls ``forward`` of a model on fakes for each step of a generation, or offers the values of an earlier step.
+    """For each step of a generation, calls ``forward`` of a model on fake tensors, or offers the values of an earlier step.
 
-    ``storages`` are those of the model, see :class:`FreshFakes`; ``costs`` counts the operations.
+    ``storages`` are the storages of the model, see :class:`FreshFakes`. ``costs`` counts the operations.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class FakeSteps:
 
         self._forward, self._interleaver, self._storages, self._costs = counted, interleaver, storages, costs
         self._number = 0
-        self._known: list[list[Occurrence] | None] = []  # of the steps that ran to be compared
+        self._known: list[list[Occurrence] | None] = []  # occurrences of the steps that are compared
         self._outputs: list[Any] = []
         self._flops: list[int] = []
-        self._alike: list[Occurrence] | None = None
+        self._common: list[Occurrence] | None = None  # the occurrences to offer in simulated steps
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the model returns in the next step."""
+        """Return the output of the model in the next step."""
         number, self._number = self._number, self._number + 1
         caches = [value for value in kwargs.values() if is_batched_container(value)]
         layers = _layers_of(caches[0]) if len(caches) == 1 else None
@@ -58,8 +58,8 @@ class FakeSteps:
         if number < _FIRST:
             return self._compared(args, kwargs)
         if number == _FIRST:
-            self._alike = self._found()
-        if self._alike is None:
+            self._common = self._found()
+        if self._common is None:
             return self._forward(*args, **kwargs)
         fresh = FreshFakes(self._storages)
         ran: list[Any] = []
@@ -67,7 +67,7 @@ class FakeSteps:
         def go_on(seen: list[Callable[[Any], Any]]) -> Any:
             ran.append(observed(self._interleaver, seen, functools.partial(self._forward, *args, **kwargs))[0])
 
-        if not replay(self._alike, self._interleaver, fresh, go_on)[0]:
+        if not replay(self._common, self._interleaver, fresh, go_on)[0]:
             return ran[0]
         for layer in layers:
             layer.keys, layer.values = _grown(layer.keys), _grown(layer.values)
@@ -81,7 +81,7 @@ class FakeSteps:
         )
 
     def _compared(self, args: Any, kwargs: Any) -> Any:
-        """Run a step, and keep what passes the locations."""
+        """Run a step, and keep its occurrences, output and number of operations."""
         start = 0 if self._costs is None else self._costs.of_model
         output, occurrences = observed(self._interleaver, [], functools.partial(self._forward, *args, **kwargs))
         self._known.append(occurrences)
@@ -90,7 +90,7 @@ class FakeSteps:
         return output
 
     def _found(self) -> list[Occurrence] | None:
-        """Return what the steps that ran have in common; ``None`` if other steps may differ."""
+        """Return the occurrences that the compared steps have in common; ``None`` if later steps may differ from them."""
         if len(self._known) != _FIRST - 1 or None in self._known or not _alike(*self._outputs):
             return None
         first, second = (known or [] for known in self._known)
@@ -103,7 +103,7 @@ class FakeSteps:
 
 
 def _layers_of(cache: Any) -> list[Any] | None:
-    """Return the layers of a cache that grows by one position in each step; ``None`` for another one, or a new one."""
+    """Return the layers of a cache that grows by one position in each step; ``None`` for an empty cache, or another kind of cache."""
     from transformers import cache_utils
 
     layer = getattr(cache_utils, "DynamicLayer", None)
@@ -114,20 +114,20 @@ def _layers_of(cache: Any) -> list[Any] | None:
 
 
 def _grown(states: torch.Tensor) -> torch.Tensor:
-    """Return states of a layer with one more position."""
+    """Return the keys or values of a layer with one more position."""
     *sizes, positions, width = states.shape
     return states.new_empty((*sizes, positions + 1, width))
 
 
 def _same(one: Occurrence, other: Occurrence) -> bool:
-    """Whether two values that are kept have equal sizes."""
+    """Whether two occurrences have kept values with equal sizes."""
     if one.leaves is None or other.leaves is None or one.structure != other.structure:
         return False
     return all(map(_same_leaf, one.leaves, other.leaves))
 
 
 def _alike(one: Any, other: Any) -> bool:
-    """Whether two outputs of the model have equal sizes, but for a cache."""
+    """Whether two outputs of the model have equal sizes, apart from caches."""
     leaves, others = (pytree.tree_leaves(output, is_leaf=is_batched_container) for output in (one, other))
     return len(leaves) == len(others) and type(one) is type(other) and all(map(_same_leaf, leaves, others))
 

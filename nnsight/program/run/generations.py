@@ -1,11 +1,11 @@
 """Generations of several clients in one batch.
 
-``generate`` pads a sequence that has ended until all sequences have. Alone, the generation of a job ends when its own sequences have. So
-:class:`Tokens` follows the tokens: after its end, a job sees no further location of the model, and of the result it sees the columns
-that it would have alone.
+``generate`` pads a sequence that has ended until all sequences have ended. If a job runs alone, its generation ends when its own sequences
+have ended. :class:`Tokens` follows the tokens, so that a job has the same results in a batch: after the end of its sequences it sees no
+locations of the model any more, and its rows of the result have the columns that they would have alone.
 
-This holds for greedy generations by ``generate`` of transformers, where a token depends on its row only. Sampling, which uses the generator
-of a job, and beams, which make several rows of one, run alone.
+This is correct for greedy generations by ``generate`` of transformers, where a token depends only on its own row. Sampling uses the random
+number generator of a job, and beam search makes several rows from one, so such jobs run alone.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from transformers.generation.configuration_utils import GenerationMode
 from ...modeling.generation import Streamer
 from ...runtime.rows.batching import BatchGroup, View
 
-#: Locations of the result of a generation.
+#: Locations whose value is the result of a generation.
 RETURNED = frozenset({"result", "model.generator.output"})
 
-#: Options of a model that end a generation by something else than tokens, or return something else than ids.
+#: Options with which a generation does not end by its tokens, or does not return token ids.
 _OTHER_ENDS = ("max_time", "stop_strings", "return_dict_in_generate", "token_healing")
 
 
 def joins(module: torch.nn.Module, options: dict[str, Any]) -> bool:
-    """Whether the tokens of a generation with these options depend on their row only, and its end on its tokens."""
+    """Whether generations with these options can share a batch: each token depends only on its row, and the end only on the tokens."""
     config: Any = getattr(module, "generation_config", None)
     if config is None or getattr(type(module), "generate", None) is not GenerationMixin.generate:
         return False
     if getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return False
     if "eos_token_id" in options and options["eos_token_id"] is None:
-        return False  # its meaning differs between versions of transformers
+        return False  # versions of transformers differ in the meaning of `None`
     config = copy.deepcopy(config)
     try:
         config.update(**options)
-    except (TypeError, ValueError):  # the options contradict each other; the run raises
+    except (TypeError, ValueError):  # the options contradict each other, so the run will raise an error
         return False
     return (
         config.get_generation_mode() is GenerationMode.GREEDY_SEARCH
@@ -50,18 +50,18 @@ def joins(module: torch.nn.Module, options: dict[str, Any]) -> bool:
 
 
 def ends_of(module: torch.nn.Module, kwargs: dict[str, Any]) -> list[int]:
-    """Return the tokens that end a sequence."""
+    """Return the ids of the tokens that end a sequence."""
     config: Any = module.generation_config
     found = kwargs.get("eos_token_id", config.eos_token_id)
     return [] if found is None else found if isinstance(found, list) else [found]
 
 
 class Tokens(Streamer):
-    """The tokens of a batch as they come: offered to the blocks, and counted; ``ends`` are those that end a sequence.
+    """Offers the tokens of a batch to the blocks when they arrive, and counts them. ``ends`` are the ids that end a sequence.
 
     Attributes:
-        made: Number of tokens of each row.
-        length: Number of tokens when a row ended, by row; 0 for a row that goes on.
+        made: Number of tokens that each row has so far, including padding.
+        length: Number of tokens of each row at its end, shape ``[rows]``; 0 for a row that has not ended.
     """
 
     def __init__(self, ends: list[int]) -> None:
@@ -70,7 +70,7 @@ class Tokens(Streamer):
         self.length: torch.Tensor | None = None
 
     def put(self, value: torch.Tensor) -> None:
-        """Offer ids; the first are those of the prompts."""
+        """Offer the ids of a step. The ids of the first call are the prompts."""
         super().put(value)
         if self.length is None:
             self.length = torch.zeros(len(value), dtype=torch.int64, device="cpu")
@@ -91,7 +91,7 @@ class Tokens(Streamer):
 
 
 class Returned(View):
-    """The rows of one job in what a generation returns, as long as it would be alone."""
+    """The rows of one job in the result of a generation, with as many columns as if the job ran alone."""
 
     def __init__(self, group: BatchGroup, location: str, occurrence: int, whole: Any, tokens: Tokens) -> None:
         more = tokens.made - tokens.made_for(group)
@@ -99,5 +99,5 @@ class Returned(View):
         self._all = whole
 
     def widen(self, left: Any) -> Any:
-        """Return the value of the whole batch: programs that replace what a generation returns run alone."""
+        """Return the value of the whole batch. It is unchanged, because programs that replace the result of a generation run alone."""
         return self._all

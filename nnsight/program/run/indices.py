@@ -1,4 +1,4 @@
-"""Checks indices of operators against sizes: some kernels do not, and on a GPU a bad index ends the process."""
+"""Checks indices of operators against sizes, because some kernels do not, and on a GPU an index out of range ends the process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from ...runtime.rows.fakes import MOST_COUNTED
 from ..format.errors import InvalidProgramError
 
-#: Attribute of the fake of a constant: its values, where they are indices.
+#: Attribute of the fake tensor of a constant that may be an index: the real constant.
 CONSTANT = "_nnsight_constant"
 
 
 def check_indices(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-    """Raise if an operator would read or write outside of its tensor, or make a tensor of any size.
+    """Check that an operator does not access memory outside of its tensors, and that the size of its result is bounded.
 
     Raises:
         IndexError: If an index is out of range.
-        ValueError: If numbers that are counted, or repeats, are too large, or a quantile is none.
-        InvalidProgramError: If indices are of a type that cannot index.
+        ValueError: If numbers that are counted, or repeats, are too large, or if a quantile is not between 0 and 1.
+        InvalidProgramError: If indices have a dtype that cannot index, or if there are too many of them.
     """
     name, names = _signature(operator)
     rule = _INDEXED.get(name)
@@ -40,7 +40,7 @@ def check_indices(operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Non
 
 @functools.cache
 def _signature(operator: Any) -> tuple[str, tuple[str, ...]]:
-    """Return the name of an operator, and those of its arguments."""
+    """Return the name of an operator, and the names of its arguments."""
     return operator._schema.name.removeprefix("aten::"), tuple(argument.name for argument in operator._schema.arguments)
 
 
@@ -48,7 +48,7 @@ def _check_range(index: torch.Tensor, size: int, negative: bool) -> None:
     if index.dtype in (torch.bool, torch.uint8):
         return
     if index.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8):
-        raise InvalidProgramError(f"Indices are integers, not {index.dtype}.")
+        raise InvalidProgramError(f"Indices have to be integers, not {index.dtype}.")
     values = getattr(index, CONSTANT, index)
     if isinstance(values, FakeTensor) or values.numel() == 0:
         return
@@ -59,13 +59,13 @@ def _check_range(index: torch.Tensor, size: int, negative: bool) -> None:
 
 
 def _check_fraction(q: Any) -> None:
-    """Raise if a quantile is that of no fraction: kernels of a GPU make an index of it."""
+    """Raise an error if the fraction of a quantile is out of range, because GPU kernels compute an index from it without a check."""
     if isinstance(q, torch.Tensor) and not isinstance(q, FakeTensor) and not bool(((q >= 0) & (q <= 1)).all()):
-        raise ValueError("a quantile of something that is not between 0 and 1")
+        raise ValueError("the fraction of a quantile is not between 0 and 1")
 
 
 def _check_count(name: str, given: dict[str, Any]) -> None:
-    """Raise if the result would be larger than the rehearsal has counted."""
+    """Raise an error if the result would be larger than the rehearsal has counted."""
     values = given["self"] if name == "bincount" else given["repeats"]
     if not isinstance(values, torch.Tensor) or isinstance(values, FakeTensor) or values.numel() == 0:
         return
@@ -74,7 +74,7 @@ def _check_count(name: str, given: dict[str, Any]) -> None:
     if name == "repeat_interleave" and size <= most:
         size = int(values.sum())
     if size > most or wanted not in (None, size):
-        raise ValueError(f"a result of size {size}; its arguments allow {wanted or most} in a program")
+        raise ValueError(f"the result would have size {size}; in a program, its arguments allow {wanted or most}")
 
 
 def _along(given: dict[str, Any], negative: bool = False) -> Iterator[tuple[Any, int, bool]]:
@@ -105,7 +105,7 @@ def _advanced(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
 def _classes(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
     target, source = given["target"], given["self"]
     target = getattr(target, CONSTANT, target)
-    if isinstance(target, torch.Tensor) and source.dim() and not target.is_floating_point():  # which are probabilities
+    if isinstance(target, torch.Tensor) and source.dim() and not target.is_floating_point():  # floats are probabilities
         if isinstance(target, FakeTensor):
             return
         with unset_fake_temporarily():
@@ -113,7 +113,7 @@ def _classes(given: dict[str, Any]) -> Iterator[tuple[Any, int, bool]]:
         yield kept, source.shape[1] if source.dim() > 1 else source.shape[0], False
 
 
-#: Operators whose numbers are checked, besides.
+#: Operators whose numbers are checked, not only indices.
 _COUNTED = frozenset({"bincount", "repeat_interleave", "quantile", "nanquantile"})
 
 _INDEXED: dict[str, Callable[[dict[str, Any]], Iterable[tuple[Any, int, bool]]]] = {

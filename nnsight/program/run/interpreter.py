@@ -1,8 +1,8 @@
-"""Interprets a program as blocks.
+"""The interpreter: it runs the blocks of a program.
 
-Each block of a run becomes a function that executes the nodes of the block in an ordinary mediator. It waits at locations, reads,
-writes and skips as a block written in Python does: under the eager driver, under the compiled one, and on fakes, where the server
-checks the program. The operators are those of the table; nothing of the client is looked up, evaluated or compiled.
+Each block of a run becomes a function that executes the nodes of the block in an ordinary mediator. It waits at locations, reads, writes
+and skips like a block written in Python. So it works under the eager driver, under the compiled driver, and on fake tensors, where the
+server checks the program. Operators come from the table only. No name or code of the client is looked up, evaluated or compiled.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from .fake_runs import device_of
 from .indices import check_indices
 from .occurrences import leaf_at, tensors_at, with_leaf
 
-#: Operators that copy ``None`` as ``None``.
+#: Operators whose result is ``None`` if their argument is ``None``.
 _COPIES = frozenset({"aten.detach.default", "aten._to_copy.default", "aten.clone.default"})
 
 
 class Interpreter:
-    """The values of a checked job while it runs on a loaded model.
+    """Runs a checked job on a loaded model, and holds its values.
 
     Attributes:
         values: The result of each node, as a tuple of tensors.
-        generator: Generator of operators that draw; ``None`` for that of the process.
-        on_log: Called with each line that is printed; ``None`` if nobody sees them.
+        generator: Generator for random operators; ``None`` for the generator of the process.
+        on_log: Called with each line that the program prints, or ``None``.
         check_write: Called with each tensor of the model before a node writes to it; see :func:`guard`.
-        differentiates: Whether the program has a backward pass, so that autograd has to follow the run.
-        mediator: The class of its blocks.
+        differentiates: Whether the program has a backward pass, so that the run needs autograd.
+        mediator: The class of the blocks.
     """
 
     mediator: type[Mediator] = Mediator
@@ -74,7 +74,7 @@ class Interpreter:
         self._barriers: dict[tuple[int, int], Barrier] = {}
 
     def place_constants(self) -> None:
-        """Put the constants where the model is."""
+        """Move the constants to the device of the model."""
         self.constants = {name: tensor.to(self.device) for name, tensor in self.constants.items()}
 
     # -- the model ---------------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class Interpreter:
         return found if torch.is_grad_enabled() else found.detach()
 
     def done(self, node: Node, arguments: Any, result: Any) -> None:
-        """Take the arguments and the result of a node that is an operator or applies a module."""
+        """Called with the arguments and the result of each ``op`` and ``apply`` node. Subclasses override it."""
 
     # -- blocks ------------------------------------------------------------------------------------------------------
 
@@ -109,10 +109,10 @@ class Interpreter:
         return self._mediators
 
     def finish(self, interleaver: Interleaver) -> None:
-        """End the blocks after the model has returned; a block that waits in a loop has reached its end.
+        """End the blocks after the model has returned. A block that still waits in a loop is complete.
 
         Raises:
-            ExecutionFailedError: If another one still waits.
+            ExecutionFailedError: If a block still waits outside of a loop.
         """
         for mediator in self._mediators:
             node = self._waiting.get(mediator)
@@ -128,13 +128,13 @@ class Interpreter:
             )
 
     def saved(self, leaf: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-        """Return the trees of the saved values, with ``leaf(tensor)`` for tensors."""
+        """Return the trees of the saved values by name. ``leaf(tensor)`` returns the tree of a tensor."""
 
         def found(node: int, output: int) -> Any:
             made = self.values.get(node)
             if made is None:
                 return {"absent": "never computed"}
-            if output < len(made) and made[output] is None:  # such as a mask that the model did without
+            if output < len(made) and made[output] is None:  # such as an attention mask that the model does not use
                 return {"absent": NONE}
             return leaf(self._output(made, node, output))
 
@@ -147,7 +147,7 @@ class Interpreter:
             raise ExecutionFailedError(f"The job took longer than {self.limits.seconds:g} seconds.")
 
     def run_nodes(self, nodes: list[tuple[int, Node]]) -> None:
-        """Execute nodes, in the block that is running."""
+        """Execute nodes in the block that is running."""
         pending = iter(nodes)
         for number, node in pending:
             along: list[tuple[int, Node]] = []
@@ -225,11 +225,11 @@ class Interpreter:
         return self._leaf_in(mediator.request(_place(node)), node)
 
     def _leaf_in(self, value: Any, node: Node) -> Any:
-        """Return the leaf that a node names of the value at its location."""
+        """Return the leaf that a node names in the value at its location."""
         return leaf_at(value, node)
 
     def _with_leaf(self, value: Any, node: Node, new: torch.Tensor) -> Any:
-        """Return the value with ``new`` in place of that leaf."""
+        """Return the value with ``new`` in place of the leaf that a node names."""
         return with_leaf(value, node, new)
 
     def _write(self, mediator: Any, node: Node) -> None:
@@ -237,15 +237,15 @@ class Interpreter:
         if not isinstance(old, torch.Tensor):
             raise InvalidProgramError("there is no tensor to write to")
         if node.get("in_place"):
-            with torch._C.DisableTorchFunction():  # the program does not look at sizes here
+            with torch._C.DisableTorchFunction():  # this comparison is not a read of sizes by the program
                 fits = new.shape == old.shape and new.dtype == old.dtype
             if not fits:
-                raise InvalidProgramError("values of another shape or type go in place")
+                raise InvalidProgramError("an in-place write has another shape or dtype than the tensor")
             self.check_write(old)
             old.copy_(new)
             source, output = node["value"]["ref"]
             if output == 0 and self.job.nodes[source]["do"] == "read" and source in self.values:
-                self.values[source] = (old,)  # from here on it follows the edits of the model
+                self.values[source] = (old,)  # from here on, the value follows edits by the model
                 if self.differentiates:
                     self._copied[source] = old, old._version, new
         else:
@@ -254,17 +254,17 @@ class Interpreter:
     def _operate(self, number: int, node: Node) -> None:
         operator, first = OPERATORS[node["name"]], (node["args"] or [None])[:1]
         if node["name"] in _COPIES and type(first[0]) is dict and self.values.get(first[0]["ref"][0]) == (None,):
-            self._keep(number, (None,))  # a cache of activations keeps a mask that the model did without
+            self._keep(number, (None,))  # a cache of activations keeps the `None` of an unused attention mask
             return
         args = self._read(node["args"])
         kwargs = {key: self._read(value) for key, value in node.get("kwargs", {}).items()}
         check_indices(operator, args, kwargs)
         divided, most = division(node["name"], args, kwargs), self.limits.items
-        require(divided is None or divided[1] <= most, f"more results than {most}, which is the limit")
+        require(divided is None or divided[1] <= most, f"it has more results than the limit, {most}")
         if node["name"] in DRAWING:
             check_parameters(node["name"], args[1] if node["name"] == "aten.bernoulli_.Tensor" else args[0])
             kwargs["generator"] = self.generator
-        if iskeyword(operator._overloadname):  # `random_.from` cannot be written in the code of a graph
+        if iskeyword(operator._overloadname):  # the generated code of a graph cannot contain `random_.from`
             operator = operator.overloadpacket
         result = operator(*args, **kwargs)
         if node.get("copy"):
@@ -274,13 +274,13 @@ class Interpreter:
 
     @staticmethod
     def _compare(tensor: torch.Tensor, dim: int, size: int) -> None:
-        """Raise unless a size is that of the recording."""
+        """Raise an error unless a size is the same as in the recording."""
         found = tensor.shape[dim] if dim < tensor.dim() else None
         if found != size:
             raise InvalidProgramError(
                 f"the block, or a function of torch that it called, looked at dimension {dim} of this value, which was {size} when the "
-                f"program was recorded and is {found} here; what came of that is part of the program. Record it for inputs of this size, "
-                "or write it without that size, as in `hidden[:, -1]` and `hidden.mean(1)`"
+                f"program was recorded and is {found} here, and the program depends on it. Record it for inputs of this size, or write it "
+                "without that size, as in `hidden[:, -1]` and `hidden.mean(1)`"
             )
 
     def _log(self, pieces: list[Any]) -> None:
@@ -293,10 +293,10 @@ class Interpreter:
     def _require_grad(self, node: Node) -> None:
         source, output = node["value"]["ref"]
         tensor = self._lookup(source, output)
-        if self.job.nodes[source]["do"] == "const":  # a tensor of this run only
+        if self.job.nodes[source]["do"] == "const":  # only this run uses the new object
             self.values[source] = (tensor.detach().requires_grad_(),)
         elif not tensor.requires_grad:
-            self.check_write(tensor)  # a tensor that outlives the run must not be changed
+            self.check_write(tensor)  # the flag of a tensor that outlives the run must not change
             tensor.requires_grad_()
 
     def _differentiate(self, node: Node, along: list[tuple[int, Node]]) -> None:
@@ -304,7 +304,7 @@ class Interpreter:
         for source, output in (item["wrt"]["ref"] for _, item in along if "wrt" in item):
             if source in self.values:
                 asked.append(self._differentiable({"ref": [source, output]}))
-            elif self.job.nodes[source]["do"] == "weight":  # a weight that is first named in the block of the pass
+            elif self.job.nodes[source]["do"] == "weight":  # the node of this weight is in the block of the pass
                 asked.append(self.weight(self.job.nodes[source]["name"]))
         differentiate(
             self._lookup(*node["value"]["ref"]),
@@ -318,8 +318,8 @@ class Interpreter:
     def _differentiable(self, reference: dict[str, Any]) -> torch.Tensor:
         """Return the tensor to which all gradients of a value flow.
 
-        An edited value of the model was computed in a copy, and values that the block computed from the copy do not depend on the
-        model's tensor. So it is the copy, unless the model has edited its tensor afterwards.
+        If the block edited a value of the model, it did so in a copy. Values that the block computed from the copy do not depend on the
+        model's tensor, so the result is the copy, unless the model edited its tensor afterwards.
         """
         source, output = reference["ref"]
         old, version, copied = self._copied.get(source, (None, 0, None))
@@ -332,7 +332,7 @@ class Interpreter:
             self.values[number] = made
 
     def _read(self, tree: Any) -> Any:
-        """Return the value of a checked tree, or the argument of an operator that checked JSON stands for."""
+        """Return the value of a checked tree, or of a checked argument of an operator."""
         return read_tree(tree, self._leaf_of)
 
     def _leaf_of(self, kind: str, content: Any) -> Any:
@@ -348,7 +348,7 @@ class Interpreter:
     def _lookup(self, node: int, output: int) -> Any:
         made = self.values.get(node)
         if made is None:
-            raise InvalidProgramError(f"Node {node} is used before it was done.")
+            raise InvalidProgramError(f"Node {node} is used before it has run.")
         return self._output(made, node, output)
 
     @staticmethod
@@ -377,11 +377,11 @@ class ProgramBlock:
 
 
 def guard(modules: Iterable[torch.nn.Module]) -> Callable[[torch.Tensor], None]:
-    """Return a function that raises for a tensor in the memory of a weight of ``modules``."""
+    """Return a function that raises an :class:`InvalidProgramError` for a tensor in the memory of a weight of ``modules``."""
     kept: set[int] = set()
 
     def check(tensor: torch.Tensor) -> None:
-        if type(tensor) is not torch.Tensor:  # in a compilation; the rehearsal has checked it
+        if type(tensor) is not torch.Tensor:  # a compiled run, which the rehearsal has checked
             return
         if not kept:
             for module in modules:
@@ -409,7 +409,7 @@ def _line(node: Node | None) -> str:
 
 
 def _uses(job: Job) -> tuple[list[Counter[int]], Counter[int]]:
-    """Return how often each node uses the results of others, and how often each result is used, by nodes and by saved values."""
+    """Return, for each node, how often it uses each result, and how often nodes and saved values together use each result."""
     used = [Counter(node for node, _ in references(user)) for user in job.nodes]
     uses = Counter(node for node, _ in references(job.saves))
     for counts in used:

@@ -1,9 +1,9 @@
-"""Values at the locations of a model on fakes, kept for later runs with inputs of the same sizes.
+"""A cache of the values at the locations of a model on fake tensors, for later runs with inputs of the same sizes.
 
-A block that reads and edits in place changes no size, so in the next run fakes of the same sizes pass the same locations. They are
-offered to the blocks without running the model. The fakes are new ones each time (:class:`FreshFakes`), because a fake stands for one value
-of one run, also in lists of the user that wait for results. When a block replaces a value, skips a module, or asks for something that
-cannot be kept, the model runs after all. It gets the values that the blocks have seen, up to the location where they stand.
+A block that only reads and edits in place changes no size. So the next run with such inputs has fake tensors of the same sizes at the same
+locations, and they are offered to the blocks without running the model. The fake tensors are new ones each time (:class:`FreshFakes`),
+because each of them stands for one value of one run, also in lists of the user that wait for results. If a block replaces a value, skips a
+module, or asks for a value that cannot be kept, the model runs. It gets the values that the blocks have seen, up to their present location.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def tensors_at(value: Any) -> list[Any]:
-    """Return the leaves of a value at a location, in the order of client and server; the tensors of caches are leaves."""
+    """Return the leaves of a value at a location, in the order that client and server share. The tensors of caches are leaves, too."""
     return [leaf for _, leaf in places_of(value)]
 
 
 def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
-    """Return the places and leaves of a value. A place is the number of a leaf and, in a cache, of the tensor inside."""
+    """Return the places and leaves of a value. A place is the number of a leaf, and the number of a tensor inside if that is a cache."""
     found: list[tuple[tuple[int, int | None], Any]] = []
     for number, leaf in enumerate(pytree.tree_leaves(value, is_leaf=is_batched_container)):
         if not is_batched_container(leaf):
@@ -48,11 +48,11 @@ def places_of(value: Any) -> list[tuple[tuple[int, int | None], Any]]:
 
 
 def leaf_at(value: Any, node: dict[str, Any]) -> Any:
-    """Return the leaf of a value that a node names; raise an :class:`InvalidProgramError` if there is none, or lists have other lengths."""
+    """Return the leaf of a value that a node names. Raise an :class:`InvalidProgramError` if there is none, or if lists do not fit."""
     if "lists" in node and lists_in(value[node["key"]] if "key" in node else value) != node["lists"]:
         raise InvalidProgramError(
-            "a list in the value there has another length than in the recording, and what came of its length is part of the program. "
-            "Record it for inputs with as many"
+            "a list in the value there has another length than in the recording, and the program depends on its length. Record the program "
+            "for inputs with this length"
         )
     leaves = pytree.tree_leaves(value, is_leaf=is_batched_container)
     number = number_of(value, node)
@@ -65,13 +65,13 @@ def leaf_at(value: Any, node: dict[str, Any]) -> Any:
 
 
 def _returned(leaf: Any) -> Any:
-    """Return a leaf; where a compiled model has still to return its cache, wait for that (:mod:`nnsight.fx.recording.deferred_outputs`)."""
+    """Return a leaf. If it is a deferred output of a compiled model, such as a cache, wait until the model returns it."""
     wait = getattr(type(leaf), "_object", None)
     return leaf if wait is None else wait(leaf)
 
 
 def keys_of(value: Any) -> list[tuple[str, int]]:
-    """Return, for each leaf of a dict, its key and the number of the first leaf there; nothing for another value."""
+    """Return, for each leaf of a dict, its key and the number of the first leaf at that key. Return an empty list for another value."""
     found: list[tuple[str, int]] = []
     if isinstance(value, dict) and all(map(is_text, value)):
         for key, item in value.items():
@@ -80,7 +80,7 @@ def keys_of(value: Any) -> list[tuple[str, int]]:
 
 
 def lists_in(value: Any) -> list[int]:
-    """Return the length of each list in a value, in order."""
+    """Return the lengths of all lists in a value, in order."""
     found: list[int] = []
 
     def visit(spec: Any) -> None:
@@ -94,7 +94,7 @@ def lists_in(value: Any) -> list[int]:
 
 
 def number_of(value: Any, node: dict[str, Any]) -> int:
-    """Return the number of the leaf that a node names. In a dict it is at a key, before which other inputs may have other keys."""
+    """Return the number of the leaf that a node names. In a dict, nodes count from a key, because other inputs can have other keys."""
     number: int = node["leaf"]
     if "key" not in node:
         return number
@@ -105,36 +105,36 @@ def number_of(value: Any, node: dict[str, Any]) -> int:
 
 
 def with_leaf(value: Any, node: dict[str, Any], new: torch.Tensor) -> Any:
-    """Return ``value`` with ``new`` in place of the leaf that a node names."""
+    """Return ``value`` with ``new`` in place of the leaf that ``node`` names."""
     leaves, structure = pytree.tree_flatten(value, is_leaf=is_batched_container)
     leaves[number_of(value, node)] = new
     return pytree.tree_unflatten(leaves, structure)
 
 
 def structure_of(value: Any) -> Any:
-    """Return how the leaves of a value are nested; a cache is a leaf."""
+    """Return how the leaves of a value are nested. A cache is a leaf."""
     return pytree.tree_structure(value, is_leaf=is_batched_container)
 
 
 class Occurrence(NamedTuple):
-    """A value at a location; ``leaves`` is ``None`` for one that cannot be kept."""
+    """A value at a location. ``leaves`` is ``None`` if the value cannot be kept."""
 
     location: str
     leaves: tuple[Any, ...] | None
     structure: Any
 
     def value(self, fresh: FreshFakes) -> Any:
-        """Return the value, in new containers, with new fakes."""
+        """Return the value, in new containers, with new fake tensors."""
         assert self.leaves is not None
         return pytree.tree_unflatten([_copied(leaf, fresh) for leaf in self.leaves], self.structure)
 
     def again(self, fresh: FreshFakes, value: Any) -> Any:
-        """Return the value, or the model's ``value`` in place of one that cannot be kept, or that has a cache."""
+        """Return the kept value, or the model's own ``value`` if it cannot be kept or contains a cache."""
         return value if self.leaves is None or any(map(is_batched_container, self.leaves)) else self.value(fresh)
 
 
 class FreshFakes:
-    """New fakes in place of known ones: the same one for the same, with memory that is shared likewise, unless it is ``kept``."""
+    """Maps known fake tensors to new ones, which share memory as the known ones do. Tensors in ``kept`` memory are mapped to themselves."""
 
     def __init__(self, kept: frozenset[int]) -> None:
         self._kept = kept
@@ -142,7 +142,7 @@ class FreshFakes:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def __call__(self, known: torch.Tensor) -> torch.Tensor:
-        """Return the new fake for ``known``."""
+        """Return the new fake tensor for ``known``."""
         if not isinstance(known, FakeTensor):
             return known
         if id(known) not in self._made:
@@ -164,10 +164,10 @@ class FreshFakes:
 
 
 class ObservedRun(Interleaver):
-    """The run that the modules of the model see: notes the occurrences, and passes them on to the run of the blocks.
+    """The run that the modules of the model see. It notes the occurrences, and passes them on to the ``run`` of the blocks.
 
-    ``seen`` makes of the model's value the one that the blocks have left, for each occurrence that they have seen. ``occurrences`` is
-    ``None`` after a change that may change sizes. ``given`` has the values with their leaves.
+    ``seen`` has a function for each occurrence that the blocks have already seen: from the model's value to the value that they left.
+    ``occurrences`` is ``None`` after an effect that may change later sizes. ``given`` has the values of the model with their leaves.
     """
 
     __slots__ = ("_run", "_seen", "given", "occurrences")
@@ -185,7 +185,7 @@ class ObservedRun(Interleaver):
         if self.occurrences is not None:
             leaves, structure = pytree.tree_flatten(value, is_leaf=is_batched_container)
             kept = None
-            with contextlib.suppress(Exception):  # a cache that cannot be copied, or another object
+            with contextlib.suppress(Exception):  # the value has a cache that cannot be copied, or another object
                 kept = tuple(map(_copied, leaves))
             self.occurrences.append(Occurrence(location, kept, structure))
             self.given.append((value, leaves))
@@ -202,7 +202,7 @@ class ObservedRun(Interleaver):
 
 
 def _offer(run: Interleaver, location: str, value: Any) -> tuple[Any, bool]:
-    """Offer a value to the blocks of a run; return the value that they leave, and whether it may have other sizes."""
+    """Offer a value to the blocks of a run. Return the value that they leave, and whether they did more than edit it in place."""
     before, structure = tensors_at(value), structure_of(value)
     left = run.offer(run, location, value)
     after = tensors_at(left)
@@ -211,7 +211,7 @@ def _offer(run: Interleaver, location: str, value: Any) -> tuple[Any, bool]:
 
 
 def _copied(leaf: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor) -> Any:
-    """Return a leaf with ``tensor(...)`` of its tensors; a cache, which the model goes on filling, is copied."""
+    """Return a leaf with ``tensor(...)`` applied to its tensors. A cache is copied, because the model continues to fill it."""
     if isinstance(leaf, torch.Tensor):
         return tensor(leaf)
     if isinstance(leaf, _PLAIN):
@@ -231,10 +231,10 @@ def _copied(leaf: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = lambda t
 def replay(
     occurrences: list[Occurrence], run: Interleaver, fresh: FreshFakes, go_on: Callable[[list[Callable[[Any], Any]]], Any]
 ) -> tuple[bool, Any]:
-    """Offer occurrences to the blocks of a run; return whether that was the whole run, and the output of the model.
+    """Offer occurrences to the blocks of a run. Return whether this completed the run, and the output of the model.
 
-    The last occurrence is the output of the model, which is ``None`` here if no block waits for it. ``go_on`` runs the model from the
-    location where the blocks stand, see :class:`ObservedRun`.
+    The last occurrence is the output of the model. It is ``None`` here if no block waits for it. If the run is not completed this way,
+    ``go_on(seen)`` runs the model; for ``seen`` see :class:`ObservedRun`.
     """
     value: Any = None
     seen: list[Callable[[Any], Any]] = []
@@ -255,14 +255,14 @@ def replay(
 def observed(
     run: Interleaver, seen: list[Callable[[Any], Any]], call: Callable[[], Any]
 ) -> tuple[Any, list[Occurrence] | None]:
-    """Call a model within ``run``; return its output, and the occurrences if they can be offered again."""
+    """Call a model within ``run``. Return its output, and its occurrences, or ``None`` if they cannot be offered again."""
     observing = ObservedRun(run, seen)
     token = active_run.set(observing)
     try:
         output = call()
     finally:
         active_run.reset(token)
-    for value, leaves in observing.given:  # the model may assign to a field of what a module has returned, which a replay would not
+    for value, leaves in observing.given:  # the model may have changed a container that a module returned, and a replay would not do that
         now = pytree.tree_leaves(value, is_leaf=is_batched_container)
         if len(now) != len(leaves) or not all(map(operator.is_, now, leaves)):
             return output, None

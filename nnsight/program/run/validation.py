@@ -1,11 +1,11 @@
-"""Checks of a job against the model, before it runs.
+"""Validation: checks of a job against the model, before it runs.
 
-Checks without a model are those of :mod:`~nnsight.program.format.nodes`. Here the locations, weights and modules of a job have to exist.
-Then the whole job runs *on fakes* in a rehearsal: model and program, with the sizes of the real run. So wrong shapes and types are
-found, and memory and operations are counted, before the model is touched. The rehearsal is also the second defence against writes to
-weights: the memory that a program, or a module that it applies, writes to is compared with that of the model.
+:mod:`~nnsight.program.format.nodes` has the checks that need no model. This module checks that the locations, weights and modules of a job
+exist. Then a *rehearsal* runs the whole job, model and program, on fake tensors with the sizes of the real run. So it finds wrong shapes
+and dtypes, and counts memory and operations, before the model is touched. The rehearsal is also the second defence against writes to
+weights: it compares the memory that the program, or a module that it applies, writes to with the memory of the model.
 
-The result is kept for jobs with the same program and the same sizes of tensors.
+The result is cached for jobs with the same program and the same sizes of tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .costs import Costs, Rehearsal
 from .fake_runs import fake_model_of, generation_size
 from .indices import CONSTANT
 
-#: Options of a generation, with the types they may have.
+#: Allowed options of a generation, with their types.
 GENERATION: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(
         "max_new_tokens min_new_tokens max_length min_length top_k num_beams num_return_sequences no_repeat_ngram_size "
@@ -56,27 +56,27 @@ GENERATION: dict[str, tuple[type, ...]] = {
     "eos_token_id": (int, list),
 }
 
-#: Options of a forward pass of transformers that its signature may hide.
+#: Options of a forward pass of transformers that its signature can hide behind ``**kwargs``.
 _OPTIONS = frozenset("output_hidden_states output_attentions use_cache return_dict logits_to_keep labels".split())
 
 _KEPT = 256
 
-#: Types of numbers that decide no size, by the type of the argument in the schema.
+#: Types of numbers that do not determine sizes, by the type of the argument in the schema.
 _NUMBERS = {"number": (int, float), "float": (int, float), "Tensor": (float,)}
 
-#: Operators whose other numbers decide sizes, too.
+#: Operators for which such numbers do determine sizes.
 _SIZED_BY_NUMBERS = frozenset({"aten.arange.default", "aten.arange.start", "aten.arange.start_step"})
 
 
 @dataclass(frozen=True)
 class Checked:
-    """A job that may run.
+    """A job that has passed all checks.
 
     Attributes:
         job: The job.
         flops: Floating point operations of model and program.
-        tensor_bytes: Bytes of all tensors that the program makes.
-        result_bytes: Bytes of the saved values.
+        tensor_bytes: Total size of the tensors that the program makes, in bytes.
+        result_bytes: Total size of the saved tensors, in bytes.
     """
 
     job: Job
@@ -92,10 +92,10 @@ _lock = threading.Lock()
 
 
 def validate(job: Job, model: NNsight, limits: Limits | None = None) -> Checked:
-    """Check a job for ``model``, whose weights are not needed.
+    """Check a job for ``model``. The weights of the model need not be loaded.
 
     Raises:
-        InvalidProgramError: With the reason.
+        InvalidProgramError: If the job cannot run on the model. The message has the reason.
     """
     limits = limits or Limits()
     model._sync()
@@ -117,7 +117,7 @@ def validate(job: Job, model: NNsight, limits: Limits | None = None) -> Checked:
 
 
 def _key(job: Job, tree: ModuleTree, limits: Limits) -> Hashable:
-    """Return the parts of a job that its check depends on: all but values of numbers and tensors that decide no size.
+    """Return a key of everything that the checks depend on. Values of numbers and tensors that do not determine sizes are not part of it.
 
     So the same program with another strength and another direction is not checked again.
     """
@@ -129,7 +129,7 @@ def _key(job: Job, tree: ModuleTree, limits: Limits) -> Hashable:
 
 
 def _without_constants(job: Job) -> tuple[bytes, Hashable, list[str]]:
-    """Return a program without values of numbers, the sizes of its tensors, and the names of those that may be indices."""
+    """Return a hash of the program without values of numbers, the sizes of its tensors, and the names of tensors that may be indices."""
     nodes = [_without_values(node) for node in job.nodes]
     program = json.dumps([job.runs, nodes, job.saves])
     sizes = tuple((name, tensor.shape, tensor.dtype) for name, tensor in sorted(job.tensors.items()))
@@ -137,7 +137,7 @@ def _without_constants(job: Job) -> tuple[bytes, Hashable, list[str]]:
 
 
 def _without_values(node: Node) -> Node:
-    """Return a node with the type in place of each number that an operator computes with."""
+    """Return a node with a type in place of each number that an operator computes with."""
     if node["do"] != "op" or node["name"] in _SIZED_BY_NUMBERS:
         return node
     arguments = OPERATORS[node["name"]]._schema.arguments
@@ -150,7 +150,7 @@ def _without_values(node: Node) -> Node:
 
 
 def _index_constants(job: Job) -> set[str]:
-    """Return the names of tensors that may be indices."""
+    """Return the names of constants that may be indices."""
     constants = {node["tensor"]: job.tensors[node["tensor"]] for node in job.nodes if node["do"] == "const"}
     return {
         name
@@ -163,7 +163,7 @@ def _index_constants(job: Job) -> set[str]:
 
 
 def check_parts(job: Job, model: NNsight) -> None:
-    """Raise an :class:`InvalidProgramError` unless a model has the locations, weights and modules that a job names."""
+    """Raise an :class:`InvalidProgramError` unless the model has all locations, weights and modules that a job names."""
     tree = model._tree
     paths = set(tree.names())
     weights = {name for name, _ in [*tree.root.named_parameters(), *tree.root.named_buffers()]}
@@ -206,35 +206,35 @@ def check_call(model: NNsight, run: dict[str, Any], limits: Limits) -> None:
     kwargs = dict(run["kwargs"]["dict"])
     if run["call"] == "generate":
         if not hasattr(model, "generate") or not hasattr(model._module, "generate"):
-            raise InvalidProgramError(f"A {type(model).__name__} does not generate.")
+            raise InvalidProgramError(f"A {type(model).__name__} has no `generate`.")
         options = {name: value for name, value in kwargs.items() if name in GENERATION or not _has(value, "tensor")}
         for name, value in options.items():
             kinds = GENERATION.get(name)
             listed = type(value) is dict and set(value) == {"list"} and list in (kinds or ())
             if value is not None and not (listed or (kinds is not None and type(value) in kinds)):
-                raise InvalidProgramError(f"`{name}` is no option of a generation here, or is of a wrong type.")
+                raise InvalidProgramError(f"`{name}` is not a permitted option of a generation, or has a wrong type.")
         for name in ("max_new_tokens", "max_length", "num_beams", "num_return_sequences"):
             if name in options and options[name] is not None and not 1 <= options[name] <= limits.new_tokens:
                 raise InvalidProgramError(f"`{name}` of a generation is not between 1 and {limits.new_tokens}.")
         return
     text = any(_has(tree, "str") for tree in (run["args"], run["kwargs"]))
-    require(not text, "The inputs of a run are tensors and numbers; text is turned into tokens by the client.")
-    code = inspect.unwrap(type(model._module).forward).__code__  # transformers decorates some more than once
+    require(not text, "The inputs of a run have to be tensors and numbers. The client has to turn text into tokens.")
+    code = inspect.unwrap(type(model._module).forward).__code__  # transformers applies several decorators to some methods
     names = set(code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount])
     unknown = kwargs.keys() - names - (_OPTIONS if code.co_flags & 8 else set())
     if unknown:
-        raise InvalidProgramError(f"`{min(unknown)}` is no argument of {type(model._module).__name__}.")
+        raise InvalidProgramError(f"`{min(unknown)}` is not an argument of {type(model._module).__name__}.")
 
 
 def _has(tree: Any, kind: str) -> bool:
-    """Whether a checked tree has a leaf of this kind."""
+    """Whether a checked tree has a leaf of ``kind``."""
     return any(found == kind for found, _ in leaves(tree))
 
 
 def inputs_of(
     run: dict[str, Any], tensors: dict[str, torch.Tensor], device: torch.device | None
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the arguments of a run, copied to ``device`` unless that is ``None``: a program may write to its input."""
+    """Return the arguments of a run. They are copied to ``device`` unless it is ``None``, because a program may write to its input."""
     used: dict[str, torch.Tensor] = {}
 
     def leaf(kind: str, content: Any) -> Any:
@@ -247,16 +247,16 @@ def inputs_of(
     return tuple(read_tree(run["args"], leaf)), read_tree(run["kwargs"], leaf)
 
 
-# -- the run on fakes ------------------------------------------------------------------------------------------------
+# -- the rehearsal ---------------------------------------------------------------------------------------------------
 
 
 def _rehearse(job: Job, model: NNsight, limits: Limits) -> tuple[int, int, int]:
-    """Run a job on fakes; return its floating point operations, the bytes that it makes, and those that it returns."""
+    """Run a job on fake tensors. Return the number of operations, the bytes that it makes, and the bytes that it returns."""
     counts["rehearsals"] += 1
     with quiet_fakes:
         fakes = fake_model_of(model._tree)
     costs = Costs(limits.flops)
-    with torch.inference_mode(False), quiet_fakes, fakes.mode, costs, contextlib.ExitStack() as modes:  # where composites decompose
+    with torch.inference_mode(False), quiet_fakes, fakes.mode, costs, contextlib.ExitStack() as modes:  # composite operators decompose
         rehearsal = Rehearsal(model, job, limits, fakes, costs)
         for name in _index_constants(job):
             setattr(rehearsal.constants[name], CONSTANT, job.tensors[name])
@@ -285,15 +285,15 @@ def _rehearse_run(rehearsal: Rehearsal, costs: Costs, number: int) -> None:
     (args, kwargs), steps = inputs_of(run, rehearsal.constants, None), 1
     if run["call"] == "generate":
         steps = generation_size(fakes.root, args, kwargs)[0]
-        require(steps <= limits.new_tokens, f"A generation of {steps} tokens; the limit is {limits.new_tokens}.")
+        require(steps <= limits.new_tokens, f"The generation can have {steps} tokens; the limit is {limits.new_tokens}.")
         leaves = pytree.tree_leaves((args, kwargs))
         rows = max((leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), default=0)
-        require(rows <= limits.rows, f"A batch of {rows} rows; the limit is {limits.rows}.")
+        require(rows <= limits.rows, f"The batch has {rows} rows; the limit is {limits.rows}.")
     costs.begun, costs.on_step = [], rehearsal.check_time
     interleaver = Interleaver(rehearsal.mediators(number))
     with contextlib.suppress(EarlyStopException), interleaver:
         output = fakes.run(rehearsal.model._tree, interleaver, run["call"], args, kwargs, costs)
         interleaver.handle("result", output)
         rehearsal.finish(interleaver)
-    if costs.begun:  # tokens that no block reads cost as much as the last one
+    if costs.begun:  # the remaining tokens, which no block reads, cost as much as the last token of the rehearsal
         costs.add((costs.flops - costs.begun[-1]) * (steps - len(costs.begun)))

@@ -1,9 +1,10 @@
-"""Descriptions of models, by which kept facts about a model on fakes stay valid.
+"""Descriptions of models: guards for cached copies of models.
 
-A copy of a model with fakes, and the values at its locations, can be kept until the model changes. Torch reports no such change, so the
-model is *described*: the classes of its modules and their ``forward``, sizes and types of their tensors, and the plain values in their
-attributes, in their configurations, and in the closures of their functions. Equal descriptions mean equal runs; the values of weights
-are not part of them. A description costs about a microsecond per attribute, and refers to no module.
+A copy of a model with fake tensors, and the values at its locations, can be cached until the model changes. Torch does not report changes
+of a model, so the model is *described*. A description has the classes of the modules and their ``forward``, the sizes and dtypes of their
+tensors, and the plain values in their attributes, in their configurations, and in the closures of their functions. Models with equal
+descriptions run alike on fake tensors. The values of weights do not matter for that, and are not part of a description. A description costs
+about a microsecond per attribute, and does not refer to any module.
 """
 
 from __future__ import annotations
@@ -16,31 +17,31 @@ from typing import Any
 
 import torch
 
-#: How deep attributes of attributes are looked at.
+#: Maximum depth to which attributes of attributes are described.
 _DEPTH = 3
 
-#: Attributes of modules that follow from others, are set by a run, or are handled by the tree of modules.
+#: Attributes of modules that depend on other attributes, that a run sets, or that the module tree tracks.
 _LEFT_OUT = frozenset({"_modules", "_call_impl", "_backward_hooks", "_backward_pre_hooks", "_is_full_backward_hook"})
 
 _WEIGHTS = frozenset({"_parameters", "_buffers"})
 
-#: Containers of modules, which are mostly empty.
-_HOLDERS = frozenset({dict, OrderedDict, list, tuple, set})
+#: Types of containers. Most containers in attributes of modules are empty, and empty ones are skipped.
+_CONTAINERS = frozenset({dict, OrderedDict, list, tuple, set})
 
 _PLAIN = frozenset({bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 
 
 def describe(modules: Iterable[torch.nn.Module]) -> Hashable:
-    """Return a description of ``modules`` that is equal as long as they run alike."""
+    """Return a description of ``modules``. Equal descriptions mean that the modules run alike on fake tensors."""
     known: dict[int, Any] = {}
     found: list[Any] = []
-    with torch._C.DisableTorchFunction():  # modes of a recording need not see it
+    with torch._C.DisableTorchFunction():  # hides the reads of metadata from the modes of a recording
         for module in modules:
             kind = type(module)
             found += kind, kind.forward
             for name, value in module.__dict__.items():
                 kind = type(value)
-                if kind in _HOLDERS and not value:
+                if kind in _CONTAINERS and not value:
                     continue
                 if kind in _PLAIN:
                     found += name, kind, value
@@ -60,7 +61,7 @@ def _describe(value: Any, depth: int, known: dict[int, Any]) -> Hashable:
         return kind, value
     if kind in (float, complex, slice, range):
         return kind, repr(value)
-    if issubclass(kind, torch.Tensor):  # `isinstance` would ask the object too, and a configuration answers slowly
+    if issubclass(kind, torch.Tensor):  # `isinstance` would read `__class__` of the object, which is slow for a configuration
         return _description_of(value)
     if issubclass(kind, torch.nn.Module) or depth == 0:
         return (kind,)
@@ -80,7 +81,7 @@ def _description_of(tensor: torch.Tensor) -> Hashable:
 
 
 def _inside(value: Any, kind: type, depth: int, known: dict[int, Any]) -> Hashable:
-    """Return a description of the content of a function or an object."""
+    """Return a description of the contents of a function or an object."""
     if kind is types.FunctionType:
         cells = [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
         return value.__code__, tuple(_describe(content, depth, known) for content in cells)
@@ -93,10 +94,10 @@ def _inside(value: Any, kind: type, depth: int, known: dict[int, Any]) -> Hashab
 
 
 def key_of(arguments: Any) -> Hashable:
-    """Return the sizes and plain values of the arguments of a model, which decide how it runs on fakes.
+    """Return a key of the sizes and plain values in the arguments of a model. They determine how it runs on fake tensors.
 
     Raises:
-        TypeError: If they have other values.
+        TypeError: If the arguments contain other objects than tensors and plain data.
     """
     if isinstance(arguments, torch.Tensor):
         return arguments.shape, arguments.stride(), arguments.dtype, arguments.device
@@ -108,4 +109,4 @@ def key_of(arguments: Any) -> Hashable:
         return type(arguments), arguments
     if type(arguments) is float:
         return float, repr(arguments)
-    raise TypeError(f"{type(arguments).__name__} is no plain value")
+    raise TypeError(f"A {type(arguments).__name__} is neither a tensor nor plain data.")

@@ -94,7 +94,7 @@ def test_compile_may_be_chosen_for_each_trace() -> None:
 def test_unknown_options() -> None:
     with pytest.raises(TypeError, match=r"unknown options \['backnd'\]"):
         NNsight(Net(), compile={"backnd": "eager"})
-    with pytest.raises(TypeError, match="`regions` is True or False, not 'yes'"):
+    with pytest.raises(TypeError, match="`regions` must be True or False, not 'yes'"):
         NNsight(Net(), compile={"regions": "yes"})
     with pytest.raises(Exception, match="nonsense"):
         with NNsight(Net(), compile={"backend": "nonsense"}).trace(X):

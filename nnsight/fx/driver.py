@@ -64,9 +64,9 @@ from .torch_compat import (
     only_returns,
     skip_code,
     stands_aside,
-    why_followed_in_vain,
     why_it_ends,
     why_python,
+    why_tracing_failed,
 )
 
 skip_code(INTERCEPTED_CODE)
@@ -217,7 +217,7 @@ class CompiledDriver:
         try:
             return function(self.tree.root, args, kwargs)
         except Exception as error:
-            reason = why_followed_in_vain(error, self._code)
+            reason = why_tracing_failed(error, self._code)
             if reason is None or self.fullgraph or not self._captures.ran_nothing:
                 raise
             release_frames(error, handled)

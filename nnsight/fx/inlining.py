@@ -39,7 +39,7 @@ from ..shared_changes import replaced
 from ..tracing.block import SCOPE_NAME, TRACER_NAME, is_bound
 from ..tracing.body import SAVE_NAME
 from .torch_compat import (
-    MORE_OF_FUNCTIONS,
+    EXTRA_FUNCTION_ARGUMENTS,
     AttrSource,
     DictGetItemSource,
     GuardBuilder,
@@ -251,7 +251,7 @@ def _block_of(tx: Any, edit: Any, root: VariableTracker) -> VariableTracker:
         defaults=None,
         kwdefaults=None,
         closure=_tuple_of(closure),
-        **MORE_OF_FUNCTIONS,
+        **EXTRA_FUNCTION_ARGUMENTS,
     )
 
 

@@ -69,7 +69,7 @@ _outermost: _Call | None = None
 
 @contextlib.contextmanager
 def call(name: str, hint: str = "") -> Iterator[None]:
-    """Wrap a call of the model ``name``. ``hint`` says how a user can avoid to wait for lowerings."""
+    """Wrap a call of the model ``name``. ``hint`` says how a user can avoid waiting for lowerings."""
     global _outermost  # noqa: PLW0603 - there is one main thread
     if _outermost is not None or threading.current_thread() is not threading.main_thread():
         yield

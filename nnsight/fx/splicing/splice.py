@@ -32,7 +32,7 @@ from ..block_events import (
     Write,
     given,
 )
-from ..capturing.graph import CapturedGraph, Switched
+from ..capturing.graph import CapturedGraph, SwitchedModes
 from ..effects import edited
 from .passes import run_passes
 from .pieces import (
@@ -144,9 +144,9 @@ class _Splicer:
                 needed.update(reference.index for reference in references(step.event) if isinstance(reference, Input))
         return needed
 
-    def _switched(self, node: torch.fx.Node) -> Switched:
+    def _switched(self, node: torch.fx.Node) -> SwitchedModes:
         """Return the modes that the captured graph has switched before ``node``, a tap."""
-        return self.graph.switched.get(node, Switched())
+        return self.graph.switched.get(node, SwitchedModes())
 
     def _captured(self, node: torch.fx.Node) -> Any:
         """Return the new node for a captured one."""

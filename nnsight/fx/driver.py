@@ -367,8 +367,7 @@ def _check_options(options: dict[str, Any]) -> None:
 class _CaptureBackend:
     """The dynamo backend: keeps each captured graph and returns its dispatcher.
 
-    Dynamo keeps every backend for the life of the process, so this object refers to nothing of the model. ``name`` is the name of the
-    function that dynamo compiles.
+    Dynamo keeps every backend for the life of the process, so this one refers to nothing of the model. ``name`` is the compiled function's.
     """
 
     lower_with: BackendCallable

@@ -133,9 +133,8 @@ def record(captured: CapturedCall, block: Callable[[Values], Any]) -> RecordedBl
 
     Args:
         captured: See :func:`capture`.
-        block: A function of the values of the run. ``values[location]`` waits for a value, and an assignment replaces it. Locations begin
-            with ``model``, such as ``model.0.output``. The tensors that the block returns, in any containers, become
-            :attr:`RecordedBlock.results`.
+        block: A function of the values of the run: ``values[location]`` waits for a value, an assignment replaces it. Locations begin with
+            ``model``, such as ``model.0.output``. The tensors that it returns, in any containers, are :attr:`RecordedBlock.results`.
 
     Raises:
         GraphBreakError: If the block needs the value of a tensor while it runs.

@@ -1,7 +1,6 @@
 """Private names of torch's compiler, and the differences between the supported versions, 2.11 to 2.15, in one place.
 
-Other modules of this package import such names from here. Importing this module changes nothing in torch. Its context managers change
-functions and settings of torch inside their context.
+Other modules of this package import such names from here. The import changes nothing in torch; context managers change it temporarily.
 """
 
 from __future__ import annotations
@@ -333,8 +332,7 @@ def _without_tracebacks() -> Iterator[None]:
 def _copy_shared_gradients(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
     """Copy each gradient that shares memory with an earlier one. (If both are the same node, autograd handles it.)
 
-    ``joint`` is the graph of forward and backward pass. It returns the results, then one gradient for each of ``inputs[0]``, the inputs of
-    the forward pass.
+    ``joint``, forward and backward pass, returns the results, then one gradient for each of ``inputs[0]``, the inputs of the forward pass.
     """
     output = joint.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]

@@ -112,8 +112,7 @@ def _in_order_of_python(variable: Any, method: Callable[..., Any], *args: Any, *
     is_made_here = type(variable) in (SetVariable, FrozensetVariable) and variable.source is None
     if is_made_here and all(item.vt.is_python_constant() for item in variable.items):
         items = {item.vt.as_python_constant(): item for item in variable.items}
-        # `iter`: the values are added one by one, as in the model, because the order depends on it.
-        variable.items = {items[value]: variable.items[items[value]] for value in set(iter(items))}
+        variable.items = {items[value]: variable.items[items[value]] for value in set(iter(items))}  # `iter` adds them one by one
     return method(variable, *args, **kwargs)
 
 

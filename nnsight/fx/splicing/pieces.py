@@ -29,6 +29,8 @@ from ..effects import Kind, kind_of, name_of
 from ..torch_compat import is_held_by_argument
 from .passes import PassRun
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -38,25 +40,30 @@ class Piece:
         start: Number of its first node.
         inputs: The graph's placeholders, then the nodes of earlier pieces that this or a later piece uses.
         input_index: The position of each input. Several nodes may be the same input.
+        repeated: Nodes of earlier pieces that are computed again: symbolic numbers that are computed from such numbers. A graph cannot
+            take a symbolic float, and Inductor's cache fails on a graph that takes ``s0 * s1`` without ``s0`` and ``s1``.
     """
 
     start: int
     inputs: tuple[torch.fx.Node, ...]
     input_index: dict[torch.fx.Node, int]
+    repeated: frozenset[torch.fx.Node] = frozenset()
 
     @staticmethod
     def of(graph: CapturedGraph, start: int) -> Piece:
         """Return the piece of ``graph`` that begins at node number ``start``."""
-        inputs = list(graph.placeholders)
-        if start:
-            inputs += [
-                node
-                for node in graph.nodes[:start]
-                if node.op != "placeholder"
-                and isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt))
-                and any(graph.order[user] >= start for user in node.users)
-            ]
-        return Piece(start, tuple(inputs), {node: index for index, node in enumerate(inputs)})
+        carried: list[torch.fx.Node] = []
+        repeated: set[torch.fx.Node] = set()
+        for node in reversed(graph.nodes[:start]):
+            if node.op != "placeholder" and any(graph.order[user] >= start or user in repeated for user in node.users):
+                value = node.meta.get("example_value")
+                of_numbers = all(isinstance(given.meta.get("example_value"), _SYMBOLIC) for given in node.all_input_nodes)
+                if isinstance(value, _SYMBOLIC) and of_numbers:
+                    repeated.add(node)
+                elif isinstance(value, (torch.Tensor, torch.SymInt)):
+                    carried.append(node)
+        inputs = [*graph.placeholders, *reversed(carried)]
+        return Piece(start, tuple(inputs), {node: index for index, node in enumerate(inputs)}, frozenset(repeated))
 
     def without_duplicates(self, values: Sequence[Any]) -> Piece:
         """Return this piece with one input per tensor, because backends take none twice. ``values`` identify the inputs' tensors."""
@@ -68,7 +75,7 @@ class Piece:
                 position[value] = len(inputs)
                 inputs.append(node)
             index[node] = position[value]
-        return Piece(self.start, tuple(inputs), index)
+        return Piece(self.start, tuple(inputs), index, self.repeated)
 
 
 #: A result of a piece: a value of the program, or a node of the captured graph.

@@ -136,7 +136,7 @@ class _Splicer:
         if self.piece.start == 0:
             return set(range(len(self.piece.inputs)))
         used = {result for result in results if isinstance(result, torch.fx.Node)}
-        for node in self.graph.nodes[self.piece.start : self.stop]:
+        for node in (*self.piece.repeated, *self.graph.nodes[self.piece.start : self.stop]):
             used.update(node.all_input_nodes)
         needed = {index[node] for node in used if node in index}
         for steps in self.steps.values():
@@ -151,6 +151,9 @@ class _Splicer:
     def _captured(self, node: torch.fx.Node) -> Any:
         """Return the new node for a captured node."""
         while node not in self.env:
+            if node in self.piece.repeated:
+                self.env[node] = self.new.node_copy(node, self._captured)
+                break
             source = self.graph.identities.get(node) or edited(node)  # a skipped module edits no buffer
             if source is not None:
                 node = source

@@ -324,11 +324,18 @@ class CapturedGraph:
         return leaf
 
 
+#: Dropout functions with the names of their parameters.
+_DROPOUTS: dict[Any, tuple[str, ...]] = {
+    torch.nn.functional.dropout: ("input", "p", "training", "inplace"),
+    torch.dropout: ("input", "p", "training"),
+}
+
+
 def _passed_on(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the argument if ``node`` returns it unchanged and uncopied, as dropout does outside of training; else ``None``."""
-    if node.op != "call_function" or node.target is not torch.nn.functional.dropout:
+    """Return the argument if ``node`` returns it unchanged and uncopied, as dropout does outside of training or with ``p=0``."""
+    if node.op != "call_function" or node.target not in _DROPOUTS:
         return None
-    names = ("input", "p", "training", "inplace")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    source = given.get("input")
-    return source if given.get("training", True) is False and isinstance(source, torch.fx.Node) else None
+    given = {**dict(zip(_DROPOUTS[node.target], node.args, strict=False)), **node.kwargs}
+    source, p = given.get("input"), given.get("p")
+    drops_nothing = (type(p) in (int, float) and p == 0) or given.get("training", given.get("train", True)) is False
+    return source if drops_nothing and isinstance(source, torch.fx.Node) else None

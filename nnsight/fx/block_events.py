@@ -6,8 +6,8 @@ externals and constants, and numbers its results. ``Write`` replaces a tensor of
 that do the same thing yield equal programs, whatever tensors they use.
 
 The programs known for a captured graph form a tree of :class:`State`, with one edge per event. A run walks down this tree while its block
-executes. Only an event without an edge is recorded, and the last state holds the compiled variant. The Python of the block always runs,
-exactly once, so reusing a program assumes nothing about side effects.
+executes. Only an event without an edge is recorded, and the last state holds the compiled variant. In such a run the Python of the block
+executes exactly once, so reusing a program assumes nothing about side effects.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def given(argument: Any, item_of: Callable[[Any], Any]) -> Any:
 
 
 class Results(NamedTuple):
-    """The container that the preceding call returned. Sizes can decide about it, as in `unbind`."""
+    """The container that the preceding call returned. It can depend on sizes, as for `unbind`."""
 
     structure: Any
     leaves: tuple[Any, ...]
@@ -138,7 +138,7 @@ class Write(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """The nodes between the taps ``tap`` and ``until`` are left out. ``sources`` are the tensor leaves of ``until``, by number."""
+    """The nodes between the taps ``tap`` and ``until`` are left out. ``sources`` pair each tensor leaf of ``until`` with its value."""
 
     tap: int
     until: int

@@ -71,7 +71,7 @@ from .torch_compat import (
 
 skip_code(INTERCEPTED_CODE)
 
-#: ``handle`` for intercepted calls that run as Python: dynamo must not compile the blocks that it runs.
+#: ``handle`` for intercepted calls that run as Python. It runs blocks, which dynamo must not compile.
 _offer_uncompiled = torch.compiler.disable(Interleaver.handle, reason="blocks run beside the compiled model")
 
 #: The report that the dispatchers of the current call write to.
@@ -178,10 +178,10 @@ class CompiledDriver:
         try:
             return call_compiled(self.tree.root, args, kwargs)
         except NotCompiled:
-            pass  # a later error must not have it as its context
+            pass  # go on after the handler, so that a later error does not have this one as its context
         result = self.call_captured(args, kwargs)
         if captures.count == known:
-            captures.give_up()  # dynamo's guards depend on the interception
+            captures.give_up()  # dynamo has code for this call, but its guards hold only with intercepted modules
         return result
 
     def call_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

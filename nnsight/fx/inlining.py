@@ -93,7 +93,7 @@ class _TracedRun(compat.Interleaver):
 
 
 def _offer(run: Any, location: str, value: Any) -> Any:
-    """Offer the output of an intercepted call, a variable, or its arguments, a tuple and a dict of variables; return what blocks left."""
+    """Offer a value of an intercepted call to ``run``: its output, a variable, or its arguments, a tuple and a dict of variables."""
     if not location.endswith(".input"):
         return run.handle(location, value)
     args, kwargs = value
@@ -256,7 +256,7 @@ def _block_of(tx: Any, edit: Any, root: VariableTracker) -> VariableTracker:
 
 
 def _unchanged(value: Any) -> Any:
-    """Stand for ``.save()`` in an edit, which returns the value and saves nothing."""
+    """Return ``value``. Stands for ``.save()`` in an edit, which saves nothing."""
     return value
 
 

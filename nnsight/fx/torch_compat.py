@@ -352,7 +352,7 @@ def _copy_shared_gradients(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx
 
 
 def why_tracing_failed(error: Exception, code: types.CodeType) -> str | None:
-    """Return the error that dynamo met on tracing the function with ``code`` on fake tensors; ``None`` if ``error`` has another origin.
+    """Return the error that the function with ``code`` raised while dynamo traced it; ``None`` if ``error`` has another origin.
 
     If dynamo was tracing another function, a part of this one may have run as Python, so the result is ``None``.
     """
@@ -375,7 +375,7 @@ _FAILED_ON_FAKES = re.compile(r"""got (?P<kind>\w+)\((?P<quote>['"])(?P<message>
 
 
 def generated_code_in(function: Callable[..., Any]) -> Any:
-    """Return Inductor's ``CompiledFxGraph`` inside ``function``, which only wrappers of torch may hide; ``None`` unless there is one."""
+    """Return the one ``CompiledFxGraph`` of Inductor in ``function``, under wrappers of torch alone; ``None`` if there is not one."""
     inductor: Any = sys.modules.get("torch._inductor.output_code")
     if inductor is None:
         return None

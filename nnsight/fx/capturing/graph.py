@@ -1,7 +1,5 @@
 """A captured graph: dynamo's graph for one model and one set of guards, with its taps and the tree of programs recorded on it.
 
-Dynamo still uses its own graph module after the backend has returned, so a captured graph has a copy.
-
 A captured graph may switch modes: grad mode, autocast, inference mode. The switches are calls in the graph. A block between two of them
 computes in the model's autocast, but has its own grad mode. If the graph is cut between them, the piece before the cut leaves the modes,
 and the next piece enters them again.
@@ -138,7 +136,7 @@ class CapturedGraph:
     """A captured graph with its taps and the programs known for it.
 
     Args:
-        graph_module: The graph module that dynamo passed to the backend. It is copied.
+        graph_module: The graph module that dynamo passed to the backend. It is copied, because dynamo uses it later.
         backend: Lowers the plain graph and the spliced graphs.
         regions: Keeps lowered regions; with ``None`` graphs are lowered as a whole.
         background: Whether whole graphs are lowered in the background.

@@ -4,7 +4,7 @@
 each piece it shows the program of the block, the spliced graph, the passes, the backend, and the conditions under which the lowering is
 used again. It lists the cuts with their reasons. ``nnsight.fx.explain(function, *args)`` calls a function and shows all traces in it.
 
-A run adds a :class:`RanPiece` for each piece to its report. It refers to objects in the cache of variants; texts are made on demand.
+A run adds a :class:`RanPiece` for each piece to its report. These objects refer to the cache of variants; texts are made on demand.
 """
 
 from __future__ import annotations

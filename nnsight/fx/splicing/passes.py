@@ -59,8 +59,7 @@ def copy_edited_values(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModu
     """Apply each in-place edit of a computed value to a copy, which later calls use. Calls before the last edit take other copies.
 
     The backward passes of attention and ReLU need the unedited results, and that of a matrix product its unedited arguments. Ahead-of-time
-    autograd traces the backward pass, whether or not it will run, and fails on a graph that edits such a value. This pass is for graphs
-    that failed in this way.
+    autograd traces the backward pass even if it will not run, and fails on a graph that edits such a value. Only such graphs get this pass.
     """
     graph = graph_module.graph
     position = {node: index for index, node in enumerate(graph.nodes)}
@@ -107,7 +106,7 @@ def copy_for_backward(graph_module: torch.fx.GraphModule, places: Sequence[tuple
     """Replace an argument by a copy in some calls; ``places`` are pairs ``(call, argument)``. An edit of the copy is written back.
 
     Ahead-of-time autograd may keep an input for the backward pass and compute a value from it again. It assumes that the input was not
-    edited, even if the graph edits it. But it keeps the copy, because an operator that it does not know makes the copy.
+    edited, even if the graph edits it. But it keeps the result of an operator that it does not know, such as this copy.
     """
     graph = graph_module.graph
     for node, source in places:

@@ -1,5 +1,8 @@
-"""Pieces of a captured graph, spliced graphs, and the queries of a splice: the tensors and numbers that an event uses, the caches to which
-a node appends, and the node for a torch function."""
+"""Pieces of a captured graph, and spliced graphs.
+
+Cuts divide a captured graph into pieces. A program is written into each piece, which gives a spliced graph. The functions here answer the
+questions of this step: which tensors and numbers an event uses, to which cache a node appends, and which node calls a torch function.
+"""
 
 from __future__ import annotations
 

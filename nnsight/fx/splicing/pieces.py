@@ -59,11 +59,9 @@ class Piece:
         repeated: set[torch.fx.Node] = set()
         for node in reversed(graph.nodes[:start]):
             if node.op != "placeholder" and any(graph.order[user] >= start or user in repeated for user in node.users):
-                value = node.meta.get("example_value")
-                of_numbers = all(isinstance(given.meta.get("example_value"), _SYMBOLIC) for given in node.all_input_nodes)
-                if isinstance(value, _SYMBOLIC) and of_numbers:
+                if is_of_numbers(node):
                     repeated.add(node)
-                elif isinstance(value, (torch.Tensor, torch.SymInt)):
+                elif isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt)):
                     carried.append(node)
         inputs = [*graph.placeholders, *reversed(carried)]
         return Piece(start, tuple(inputs), {node: index for index, node in enumerate(inputs)}, frozenset(repeated))
@@ -79,6 +77,11 @@ class Piece:
                 inputs.append(node)
             index[node] = position[value]
         return Piece(self.start, tuple(inputs), index, self.repeated)
+
+
+def is_of_numbers(node: torch.fx.Node) -> bool:
+    """Whether ``node`` computes a symbolic number from symbolic numbers alone."""
+    return all(isinstance(item.meta.get("example_value"), _SYMBOLIC) for item in (node, *node.all_input_nodes))
 
 
 #: A result of a piece: a value of the program, or a node of the captured graph.

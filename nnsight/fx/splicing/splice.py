@@ -42,6 +42,7 @@ from .pieces import (
     appended_to,
     emit,
     is_made_of_sizes,
+    is_of_numbers,
     numbers,
     references,
     select_numbers,
@@ -151,7 +152,7 @@ class _Splicer:
     def _captured(self, node: torch.fx.Node) -> Any:
         """Return the new node for a captured node."""
         while node not in self.env:
-            if node in self.piece.repeated:
+            if is_of_numbers(node):  # of an earlier piece, or of a skipped module
                 self.env[node] = self.new.node_copy(node, self._captured)
                 break
             source = self.graph.identities.get(node) or edited(node)  # a skipped module edits no buffer

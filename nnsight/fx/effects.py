@@ -324,7 +324,7 @@ def edits_of_inputs(
             sources = all_edited(node)
             found = nothing.union(*(given.get(source, nothing) for source in sources))
             if found:
-                yield node, found, follows and not detached.issuperset(sources)
+                yield node, found, follows and not (_scales_weight(node) or detached.issuperset(sources))
             if kind_of(node) in (Kind.READ, Kind.VIEW):
                 sources = node.all_input_nodes
             given[node] = nothing.union(*(given.get(source, nothing) for source in sources))
@@ -344,6 +344,8 @@ def all_edited(node: torch.fx.Node) -> list[torch.fx.Node]:
     if name in _EDITING:
         given = _named_arguments(node, name)
         found = [given.get("running_mean"), given.get("running_var")]
+    elif _scales_weight(node):
+        found = [_named_arguments(node, name).get("weight")]
     elif isinstance(target, torch._ops.OpOverload):
         given = _named_arguments(node, name)
         found = [given.get(argument.name) for argument in target._schema.arguments if argument.is_write]
@@ -352,6 +354,11 @@ def all_edited(node: torch.fx.Node) -> list[torch.fx.Node]:
         in_place = in_place or (kind_of(node) is Kind.EFFECT and _kind_of_target(target) is not Kind.EFFECT)
         found = [node.args[0] if in_place and node.args else None, node.kwargs.get("out")]
     return [item for item in found if isinstance(item, torch.fx.Node)]
+
+
+def _scales_weight(node: torch.fx.Node) -> bool:
+    """Whether ``node`` is an embedding with ``max_norm``, which scales rows of its weight in place, without gradients."""
+    return node.target in (torch.nn.functional.embedding, torch.nn.functional.embedding_bag) and not _switched_off(node)
 
 
 def _named_arguments(node: torch.fx.Node, name: str) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""The events of a block: what it does to one captured graph, as data.
+"""The events of a block: its effects on one captured graph, as data.
 
-They are its program for that graph, and not a :class:`nnsight.program.Program`, which knows locations but no graph. ``Visit`` stops at
-a tap and numbers the tensors there as values; ``Call`` applies a torch function to values, inputs of the graph, externals and constants,
-and numbers its results; ``Write`` replaces a tensor of the present tap. Values are numbered in order, so two runs of a block that do the
-same thing yield equal programs, whatever the tensors behind them.
+The events of a run are the block's program for that graph. (A :class:`nnsight.program.Program` is another kind: it knows locations but no
+graph.) ``Visit`` stops at a tap and numbers the tensors there as values. ``Call`` applies a torch function to values, inputs of the graph,
+externals and constants, and numbers its results. ``Write`` replaces a tensor of the current tap. Values are numbered in order, so two runs
+that do the same thing yield equal programs, whatever tensors they use.
 
-The programs known for a captured graph form a tree of :class:`State`, with one step per event. A run walks down this tree while its block
-executes. Only an event without an edge is recorded, and the state at the end holds the compiled variant. The Python of the block always
-runs, exactly once, so reusing a program assumes nothing about side effects.
+The programs known for a captured graph form a tree of :class:`State`, with one edge per event. A run walks down this tree while its block
+executes. Only an event without an edge is recorded, and the last state holds the compiled variant. In such a run the Python of the block
+executes exactly once, so reusing a program assumes nothing about side effects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ValueNumber(NamedTuple):
     """A tensor of this program, by number."""
 
     index: int
-    tag: str = "value"  # named tuples compare as tuples: the tag makes the references different
+    tag: str = "value"  # named tuples compare as tuples: the tag keeps references of different types unequal
 
 
 class Input(NamedTuple):
@@ -35,21 +35,21 @@ class Input(NamedTuple):
 
 
 class External(NamedTuple):
-    """A tensor from outside the graph, by order of first use; becomes an input of the spliced graph."""
+    """A tensor from outside the graph, numbered by first use. It becomes an input of the spliced graph."""
 
     index: int
     tag: str = "external"
 
 
 class Constant(NamedTuple):
-    """A number with its type, because ``1 == 1.0 == True``."""
+    """A Python constant with its type, because ``1 == 1.0 == True``."""
 
     kind: type
     value: Any
 
 
 class Number(NamedTuple):
-    """A Python number that varies between runs, by order of first use; becomes an input of the spliced graph."""
+    """A Python number that varies between runs, numbered by first use. It becomes an input of the spliced graph."""
 
     index: int
     kind: type
@@ -68,23 +68,23 @@ class Nest(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """The block stops at tap number ``tap``; the leaves ``fresh`` become the next values."""
+    """The block stops at tap number ``tap``. Its leaves with the numbers ``fresh`` become the next values."""
 
     tap: int
     fresh: tuple[int, ...]
 
 
 class Symbol(NamedTuple):
-    """A symbolic size of the captured graph, by position."""
+    """A symbolic size of the captured graph, by its position in ``CapturedGraph.symbols``."""
 
     position: int
     tag: str = "symbol"
 
 
 class Declare(NamedTuple):
-    """The next external is a tensor like this.
+    """The metadata of the next external.
 
-    A size that equals one of the graph's symbolic sizes varies with it (duck shaping in torch), so noise of the shape of a hidden state is
+    A size that equals one of the graph's symbolic sizes varies with it (duck shaping in torch). So noise in the shape of a hidden state is
     the same program for every prompt length. Any other size or stride that varies is a number of the program. ``stride`` is ``None`` for a
     contiguous tensor.
     """
@@ -105,15 +105,14 @@ class Call(NamedTuple):
     kwargs: tuple[tuple[str, Any], ...]
     grad: bool | None
 
-
     def arguments(self, item_of: Callable[[Any], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments, with ``item_of(item)`` for each reference and number."""
+        """Return the arguments, with ``item_of(item)`` in place of each reference and number."""
         args = tuple(given(argument, item_of) for argument in self.args)
         return args, {name: given(argument, item_of) for name, argument in self.kwargs}
 
 
 def given(argument: Any, item_of: Callable[[Any], Any]) -> Any:
-    """Return what an argument stands for; no function in a function, which would be a cycle that holds ``item_of``."""
+    """Return ``argument`` with ``item_of(item)`` for references and numbers. No closure: a recursive one would keep ``item_of`` alive."""
     if isinstance(argument, (ValueNumber, Input, External, Number)):
         return item_of(argument)
     if isinstance(argument, Constant):
@@ -124,14 +123,14 @@ def given(argument: Any, item_of: Callable[[Any], Any]) -> Any:
 
 
 class Results(NamedTuple):
-    """The call before returned a container like this. The number of tensors of `unbind`, say, depends on sizes."""
+    """The container that the preceding call returned. It can depend on sizes, as for `unbind`."""
 
     structure: Any
     leaves: tuple[Any, ...]
 
 
 class Write(NamedTuple):
-    """Tensor number ``leaf`` at tap number ``tap`` is replaced by ``source``."""
+    """Leaf number ``leaf`` at tap number ``tap`` is replaced by ``source``."""
 
     tap: int
     leaf: int
@@ -139,7 +138,7 @@ class Write(NamedTuple):
 
 
 class Skip(NamedTuple):
-    """The nodes from tap ``tap`` to tap ``until`` are left out; ``sources`` replace the tensor leaves of the latter, by their numbers."""
+    """The nodes between the taps ``tap`` and ``until`` are left out. ``sources`` pair each tensor leaf of ``until`` with its value."""
 
     tap: int
     until: int
@@ -148,7 +147,7 @@ class Skip(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """The graph is cut at tap number ``tap``; the values ``returned`` are needed behind the cut."""
+    """The graph is cut at tap number ``tap``. The values ``returned`` become real tensors there."""
 
     tap: int
     returned: tuple[int, ...]
@@ -161,16 +160,16 @@ Reference = ValueNumber | Input | External
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a call returned: a nest of tensors, the values that are new among them, and their fakes.
+    """The result of a call: a container of tensors, with the numbers and the fakes of the new values in it.
 
     Attributes:
         structure: ``TreeSpec`` of the result.
-        leaves: For each leaf the number of its value, or, for an edit in place of a tensor from outside, the reference to that. A leaf that
-            is no tensor is wrapped in a one-element tuple.
+        leaves: For each leaf the number of its value. For an in-place edit of an external or an input: the reference to that tensor.
+            A leaf that is not a tensor is wrapped in a one-element tuple.
         paths: For each leaf the indices (or attribute names) that lead to it.
-        fakes: Fake tensors of the new values, in order of their numbers.
-        requires_grad: Whether they require gradients; ``None`` if that is not known before the graph runs.
-        gains_grad: Whether an edit in place makes a tensor require a gradient from here on; or ``None``.
+        fakes: Fake tensors of the new values, in the order of their numbers.
+        requires_grad: For each new value, whether it requires a gradient; ``None`` if this is not known before the graph runs.
+        gains_grad: Whether an in-place edit makes a tensor require a gradient from here on; ``None`` if this is not known.
     """
 
     structure: Any
@@ -182,15 +181,15 @@ class Outcome:
 
     @property
     def results(self) -> Results:
-        """The part in which outcomes of one call differ."""
+        """The part of the outcome that can differ between runs of the same call."""
         return Results(self.structure, self.leaves)
 
 
 @dataclass(eq=False)
 class Family:
-    """Events at one state that differ in numbers alone: the first ``event``, and its numbers in order.
+    """Events after one state that differ only in their numbers: the first ``event``, and its numbers in order.
 
-    ``varying`` says which of the numbers have had other values; ``None`` if they must stay constants.
+    ``varying`` has the positions of the numbers that changed since; ``None`` if all of them must stay constants.
     """
 
     event: Event
@@ -200,20 +199,20 @@ class Family:
 
 @dataclass(eq=False)
 class State:
-    """One step of a known program.
+    """One step of a known program: a node in the tree of programs.
 
     Attributes:
-        parent: The state before, ``None`` for the start.
+        parent: The preceding state, ``None`` for the start.
         event: The event that led here.
         position: Number of the tap at which the event happened.
-        edges: The states after, by event.
-        outcomes: Result of the event's call, by the sizes of the graph's symbols and the integers of the program.
-        families: Events after this state that differ in numbers alone, by what they share.
-        twin: The state of an earlier run that did the same with constants for numbers.
+        edges: The following states, by event.
+        outcomes: Results of the event's call, by the sizes of the graph's symbols and the integers of the program.
+        families: Families of the events after this state, by the form that the events of a family share.
+        twin: The state that an earlier run reached by the same events, with constants in place of numbers.
         stack_trace: The user's line, as torch shows it in graphs.
-        variants: Compiled graphs of the program that ends here, by what they return.
-        wanting: For a visit, whether the new values require gradients; see :mod:`~nnsight.fx.recording.autograd_state`.
-        behind: For a cut, the piece behind it and its inputs.
+        variants: Variants of the program that ends here, by their end and their results.
+        wanting: For a visit, whether each new value requires a gradient; see :mod:`~nnsight.fx.recording.autograd_state`.
+        behind: For a cut, the next piece, and its inputs from earlier pieces.
     """
 
     parent: State | None = None
@@ -230,7 +229,7 @@ class State:
 
     @property
     def does_work(self) -> bool:
-        """Whether the program that ends at this state does more than look at locations."""
+        """Whether the program that ends at this state calls, replaces or skips something, and does not only read locations."""
         state: State | None = self
         while state is not None and state.event is not None and not isinstance(state.event, Cut):
             if isinstance(state.event, (Call, Write, Skip)):
@@ -239,7 +238,7 @@ class State:
         return False
 
     def program(self) -> BlockEvents:
-        """Return the program that ends at this state and began at the start or the latest cut."""
+        """Return the program that ends at this state. It begins at the start or the latest cut."""
         steps: list[Step] = []
         state: State | None = self
         results: Results | None = None
@@ -252,7 +251,7 @@ class State:
 
 
 class Step(NamedTuple):
-    """An event of a program, the tap at which it happens, what a call returned, and the user's line."""
+    """An event of a program, the number of the tap at which it happens, the outcome of a call, and the user's line."""
 
     position: int
     event: Event
@@ -266,7 +265,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockEvents:
-    """A block's effect on one captured graph: its steps in order. Those with equal events are equal, whatever the user's lines."""
+    """The program of a block for one captured graph: its steps in order. Objects with equal events are equal, whatever the user's lines."""
 
     steps: tuple[Step, ...]
 

@@ -1,4 +1,4 @@
-"""The stages of the compiler: process-wide counts, which do not change in a steady state, and ranges in a profile."""
+"""Counts and profiler ranges of the compiler's stages. Counts are process-wide; in a steady state only ``breaks`` and ``replays`` grow."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Counters:
 
     Attributes:
         captures: Graphs that dynamo captured of wrapped models.
-        recordings: New programs (a block that follows a known program is not recorded).
+        recordings: Runs that recorded a new program. A run that follows a known program is not counted.
         splices: Programs written into captured graphs.
-        compiles: Graphs lowered, plain and spliced ones, or regions of them.
-        reuses: Regions that an earlier lowering of an equal region served.
+        compiles: Lowered graphs (plain or spliced), or regions of graphs.
+        reuses: Regions that use the lowering of an equal region.
         loads: Graphs and regions whose code was found in Inductor's cache on disk.
         breaks: Cuts of a graph because a block needed a concrete value.
         replays: Runs whose blocks were replayed.
-        reasons: Captures by the kind of their reason (:class:`~nnsight.runtime.report.Capture`).
+        reasons: Number of captures for each kind of reason (:class:`~nnsight.runtime.report.Capture`).
     """
 
     captures: int = 0
@@ -63,7 +63,7 @@ _NOTHING = contextlib.nullcontext()
 
 
 def stage(name: str) -> Any:
-    """Return a context manager for a range ``nnsight::<name>`` (record, splice, lower, run) of a profile, if there is a profiler."""
+    """Return a context that is the range ``nnsight::<name>`` (record, splice, lower, run) in a profile, if a profiler is active."""
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.profiler.record_function(f"nnsight::{name}")
     return _NOTHING

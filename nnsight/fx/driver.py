@@ -1,12 +1,12 @@
 """The compiled driver, and its dynamo backend.
 
-``torch.compile`` captures the wrapped model with a tap at each location. The backend returns a *dispatcher*, which looks at the active run
-each time the graph is called. Without a run it calls the plain graph. With one it walks the taps and calls the variant for the program of
-the blocks. So one capture serves every block, and no block touches dynamo's cache or its recompile limit.
+``torch.compile`` captures the wrapped model with a tap at each location. The backend returns a *dispatcher*, which looks up the active run
+each time the graph is called. Without a run it calls the plain graph. With a run it walks the taps, and calls the variant for the program
+of the blocks. So one capture serves every block, and no block touches dynamo's cache or its recompile limit.
 
-Where the model runs eagerly after all (dynamo skips a function, or the model breaks the graph), intercepted module calls offer their
-values as they do for the eager driver. So dynamo may inline an intercepted call, but must not compile it as a frame of its own: the call
-stays Python and offers real values, and the functions that it calls are compiled.
+Parts of the model may run as Python all the same: dynamo skips a function, or the model breaks the graph. There, intercepted module calls
+offer their values as they do for the eager driver. So dynamo may inline an intercepted call, but must not compile it as a frame of its
+own: the call stays Python and offers real values, and the functions that it calls are compiled.
 """
 
 from __future__ import annotations
@@ -64,32 +64,32 @@ from .torch_compat import (
     only_returns,
     skip_code,
     stands_aside,
-    why_followed_in_vain,
     why_it_ends,
     why_python,
+    why_tracing_failed,
 )
 
 skip_code(INTERCEPTED_CODE)
 
-#: ``handle`` for intercepted calls that dynamo runs eagerly: blocks must not be compiled as part of the model.
+#: ``handle`` for intercepted calls that run as Python. It runs blocks, which dynamo must not compile.
 _offer_uncompiled = torch.compiler.disable(Interleaver.handle, reason="blocks run beside the compiled model")
 
 #: The report that the dispatchers of the current call write to.
 _report: ContextVar[Report | None] = ContextVar("nnsight_fx_report", default=None)
 
-#: The driver through which calls of its model are routed in this context, and how it calls the model where no block waits.
+#: The driver to which calls of its model are routed in this context, and the function that calls the model when no run is active.
 _routed: ContextVar[tuple[CompiledDriver, Callable[..., Any]] | None] = ContextVar("nnsight_fx_routed", default=None)
 
-#: Why a function of :meth:`CompiledDriver.around` calls its model as Python from now on: dynamo has failed to trace a call, and would fail
-#: again at the next step, after seconds. ``None`` outside of such functions.
+#: Filled when dynamo fails to trace a call of the model inside :meth:`CompiledDriver.around` or :meth:`CompiledDriver.call_function`. The
+#: later calls run as Python: dynamo would fail again at each, after seconds. ``None`` outside of these methods.
 _given_up: ContextVar[list[str] | None] = ContextVar("nnsight_fx_given_up", default=None)
 
 logger = logging.getLogger("nnsight.fx")
 
-#: Invalidated entries of dynamo cost time in each call of a new kind. After so many failed calls the model is captured anew.
+#: After this many invalidated entries the model is compiled anew: dynamo checks them in each call that no valid entry fits.
 _MANY_FORGOTTEN = 64
 
-#: The attribute of a module that ``Module.__call__`` calls instead of the method, if it is set.
+#: The attribute of a module that ``Module.__call__`` calls instead of ``_call_impl``, if it is set.
 _COMPILED_CALL = "_compiled_call_impl"
 
 #: Options of ``torch.compile``, and our own.
@@ -97,11 +97,14 @@ _TORCH_OPTIONS, _STAGES = ("backend", "mode", "options", "dynamic", "fullgraph")
 
 
 class CompiledDriver:
-    """Runs a model with its blocks spliced into the graphs that dynamo captures of it.
+    """Runs a model with blocks spliced into the graphs that dynamo captures of it.
 
-    The options are keyword arguments of ``torch.compile``, and three of our own: ``regions`` (:mod:`~nnsight.fx.lowering.regions`), by
-    default with inductor, unless it makes CUDA graphs; ``background`` (:mod:`~nnsight.fx.lowering.variant`); and ``max_captures``
+    ``options`` are keyword arguments of ``torch.compile``, and three more: ``regions`` (:mod:`~nnsight.fx.lowering.regions`), on by default
+    for inductor without CUDA graphs; ``background`` (:mod:`~nnsight.fx.lowering.variant`); and ``max_captures``
     (:mod:`~nnsight.fx.capturing.captures`).
+
+    Raises:
+        TypeError: If there is an unknown option, or an option of this package has a value of another type.
     """
 
     def __init__(self, tree: ModuleTree, options: dict[str, Any]) -> None:
@@ -119,21 +122,21 @@ class CompiledDriver:
         self._regions = KnownRegions() if options.get("regions", is_slow(**lowering)) else None
         self._background = bool(options.get("background", False))
         self._function: Callable[..., Any] | None = None
-        self._code = new_caller(tree.root).__code__  # of what the function was compiled from
+        self._code = new_caller(tree.root).__code__  # of the function that is compiled
         self._call_compiled: Callable[..., Any] | None = None  # see `caller_of_compiled`
         self._captures = Captures(self._code)
-        self._told: set[str] = set()  # reasons for which a call ran uncompiled, each warned of once
-        self._version = -1  # of the tree that the function was made for
+        self._told: set[str] = set()  # reasons for uncompiled calls about which a warning was shown
+        self._version = -1  # version of the tree when the function was made
         self._lock = threading.Lock()
         self._routes = 0
         self.replays = Replays()
 
     def share_regions(self, other: CompiledDriver) -> None:
-        """Share lowered regions with ``other``, which has the same options; nothing was compiled here yet."""
+        """Share lowered regions with ``other``, a driver with the same options. Call it before anything is compiled here."""
         self._regions = other._regions
 
     def __call__(self, interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
-        """Call the model once within ``interleaver`` and return its output, whose tensors may be stand-ins if no block waits for it."""
+        """Call the model once within ``interleaver``; return its output. If nothing uses the output, its tensors may be stand-ins."""
         report.mode = "compiled"
         interleaver.offer = _offer_uncompiled
         interleaver.deferred_outputs = []
@@ -147,7 +150,7 @@ class CompiledDriver:
 
     @contextlib.contextmanager
     def _surrounded(self, run: object) -> Iterator[None]:
-        """Surround a call of the model, and report it if blocks wait for its values and no graph of a whole call has run."""
+        """Wrap a call of the model. If blocks wait for values and no captured graph was the whole call, report this as a break."""
         waits = isinstance(run, Interleaver) and bool(run.waited)
         self._captures.note_start()
         yield
@@ -167,7 +170,7 @@ class CompiledDriver:
             return self.call_captured(args, kwargs)
 
     def call_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled model where no block waits; modules are not intercepted if one captured graph is all that runs."""
+        """Call the compiled model when no block waits. Modules are intercepted only if more than one captured graph may run."""
         captures, call_compiled = self._captures, self._call_compiled
         if call_compiled is None or not captures.suffice or self._version != self.tree.version or not is_outermost():
             return self.call_captured(args, kwargs)
@@ -175,10 +178,10 @@ class CompiledDriver:
         try:
             return call_compiled(self.tree.root, args, kwargs)
         except NotCompiled:
-            pass  # a later error does not follow from it
+            pass  # go on after the handler, so that a later error does not have this one as its context
         result = self.call_captured(args, kwargs)
         if captures.count == known:
-            captures.give_up()  # dynamo's guards depend on the interception
+            captures.give_up()  # dynamo has code for this call, but its guards hold only with intercepted modules
         return result
 
     def call_captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -188,7 +191,7 @@ class CompiledDriver:
             return self._call(function, args, kwargs)
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled function, past the wrapper of ``torch.compile`` if one captured graph is all that runs."""
+        """Call the compiled function; without the wrapper of ``torch.compile`` if one captured graph is all that runs."""
         captures, call_compiled = self._captures, self._call_compiled
         if call_compiled is not None and captures.suffice and function is self._function and is_outermost() and not _given_up.get():
             captures.note_start()
@@ -196,16 +199,16 @@ class CompiledDriver:
                 return call_compiled(self.tree.root, args, kwargs)
         why = why_python(self.fullgraph)
         if why:
-            self._note_uncompiled(why, "Calls without it run compiled.")
+            self._note_uncompiled(why, "Other calls run compiled.")
             return self.tree.root._call_impl(*args, **kwargs)
         with self._watched():
             return self._call_watched(function, args, kwargs)
 
     def _call_watched(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the compiled function; if the model fails while dynamo traces it, before anything has run, call the model as Python.
+        """Call the compiled function. If the model fails while dynamo traces it, before anything has run, call the model as Python.
 
-        Dynamo traces all of the model, also a module that a block skips, which may fail because an earlier step has skipped it and stored
-        no keys for it. And an error of the model itself is best raised by the model.
+        Dynamo also traces a module that a block skips. Such a module may fail if an earlier step skipped it and stored no keys for it. If
+        the error is the model's own, the call as Python raises it in the usual way.
         """
         given_up = _given_up.get()
         if given_up:
@@ -214,7 +217,7 @@ class CompiledDriver:
         try:
             return function(self.tree.root, args, kwargs)
         except Exception as error:
-            reason = why_followed_in_vain(error, self._code)
+            reason = why_tracing_failed(error, self._code)
             if reason is None or self.fullgraph or not self._captures.ran_nothing:
                 raise
             release_frames(error, handled)
@@ -222,15 +225,15 @@ class CompiledDriver:
         if given_up is not None:
             given_up.append(reason)
         self._note_uncompiled(
-            f"it failed while torch.compile followed it on fake tensors: {reason}",
-            "The usual cause is a skipped module that could not run here, as an earlier step has stored nothing for it. "
+            f"torch.compile failed to trace it on fake tensors: {reason}",
+            "The usual cause is a skipped module that cannot run here, because an earlier step stored nothing for it. "
             "`trace(..., compile=False)` or `generate(..., compile=False)` runs eagerly from the start.",
         )
         return output
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Surround a call that may compile."""
+        """Wrap a call that may compile: undo its captures if it fails, and report a call that ran uncompiled."""
         captures = self._captures
         captures.note_start()
         with captures.undone_if_it_fails(self.tree.paths), captures.watched():
@@ -255,7 +258,7 @@ class CompiledDriver:
     def call_function(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any] | None = None
     ) -> Any:
-        """Call ``function``, in which each call of the model runs compiled, without blocks; or by ``call(args, kwargs)``, if given."""
+        """Call ``function``, without blocks. In it each call of the model runs compiled, or as ``call(args, kwargs)`` if that is given."""
         routed, given_up = _routed.set((self, call or self.call_plain)), _given_up.set([])
         try:
             with self._route(), self._progress():
@@ -265,12 +268,12 @@ class CompiledDriver:
             _routed.reset(routed)
 
     def around(self, function: Callable[..., Any]) -> Driver:
-        """Return a driver that calls ``function``, in which each call of the model runs compiled."""
+        """Return a driver that calls ``function``. In it each call of the model runs compiled, with blocks."""
 
         def run(interleaver: Interleaver, args: tuple[Any, ...], kwargs: dict[str, Any], report: Report) -> Any:
             report.mode = "compiled"
             interleaver.offer = _offer_uncompiled
-            interleaver.returns = True  # to the function
+            interleaver.returns = True  # the function uses the outputs
             interleaver.deferred_outputs = []
             token, routed, given_up = _report.set(report), _routed.set((self, self.call_plain)), _given_up.set([])
             try:
@@ -322,7 +325,7 @@ class CompiledDriver:
                 self._code, self._captures, self._call_compiled = code, self._new_captures(code, version), None
                 regions = (lambda: None) if self._regions is None else weakref.ref(self._regions)
                 how = (self._lower_with, self.fullgraph, regions, self._background, code.co_name, self._captures)
-                # Backward passes of a block are none of the function's, and its guards name functions that no other process has.
+                # The compiled function contains no backward pass of a block, and its guards name functions that no other process has.
                 with dynamo_config.patch(compiled_autograd=False, caching_precompile=False):
                     self._function = torch.compile(
                         function,
@@ -337,7 +340,7 @@ class CompiledDriver:
             return self._function
 
     def _new_captures(self, code: types.CodeType, version: int) -> Captures:
-        what = "modules of the model, their hooks, or what is watched in them by `.source`, have changed"
+        what = "modules of the model, their hooks, or the operations that `.source` intercepts have changed"
         if version == self._version:
             what = "many calls of the model have failed"
         first = Capture("the first call") if self._function is None else Capture(what, "model")
@@ -350,22 +353,21 @@ def _check_options(options: dict[str, Any]) -> None:
     ours = (*_STAGES, "max_captures")
     unknown = options.keys() - {*_TORCH_OPTIONS, *ours}
     if unknown:
-        known = f"those of torch.compile are {sorted(_TORCH_OPTIONS)}, and there are {sorted(ours)}"
-        raise TypeError(f"compile() got unknown options {sorted(unknown)}; {known}.")
+        known = f"It takes {sorted(_TORCH_OPTIONS)}, as torch.compile does, and {sorted(ours)}"
+        raise TypeError(f"compile() got unknown options {sorted(unknown)}. {known}.")
     limit = options.get("max_captures", MAX_CAPTURES)
     if type(limit) is not int or limit < 1:
-        raise TypeError(f"compile(): `max_captures` is a number of captures, 1 or more, not {limit!r}.")
+        raise TypeError(f"compile(): `max_captures` must be an integer, 1 or more, not {limit!r}.")
     for name in _STAGES:
         if not isinstance(options.get(name, False), bool):
-            raise TypeError(f"compile(): `{name}` is True or False, not {options[name]!r}.")
+            raise TypeError(f"compile(): `{name}` must be True or False, not {options[name]!r}.")
 
 
 @dataclass(frozen=True, eq=False)
 class _CaptureBackend:
     """The dynamo backend: keeps each captured graph and returns its dispatcher.
 
-    Dynamo keeps every backend for the life of the process, so this refers to nothing of the model. ``name`` is that of the function that
-    dynamo compiles.
+    Dynamo keeps every backend for the life of the process, so this one refers to nothing of the model. ``name`` is the compiled function's.
     """
 
     lower_with: BackendCallable
@@ -397,7 +399,7 @@ class _CaptureBackend:
             run: Interleaver | None = active
             if run is None or run.current is not None:
                 return run_plain(graph, actual)
-            if is_whole and graph.taps and ANYWHERE in run.waited:  # a wait for the next call leaves nothing in the program
+            if is_whole and graph.taps and ANYWHERE in run.waited:  # waiting for the next call must not become part of the program
                 run.begin_step(graph.taps[0].location)
             journal = journal_of_run.get()
             if not run.waited and journal is None:
@@ -412,7 +414,7 @@ class _CaptureBackend:
 
 
 def _break_of(graph_module: torch.fx.GraphModule, graph: CapturedGraph) -> Break | None:
-    """Return where and why dynamo broke the model behind a graph, if it did."""
+    """Return the graph break with which ``graph`` ends; ``None`` if it ends with the model."""
     found = why_it_ends(graph_module)
     if found is None:
         return None
@@ -430,10 +432,10 @@ def _report_now() -> Report | None:
 
 
 def _not_whole(report: Report) -> Break:
-    """Return the break of a run in which no captured graph was the whole model, and no waiting block met a break."""
+    """Return a break for a run without a captured graph of the whole model, in which no other break was reported."""
     filename, line = position_of(report)
     reason = f"the model runs uncompiled ({why})" if (why := why_python(False)) else (
-        "the model breaks the graph (torch.compile did not capture its call as one, and ran what is between graphs as Python; "
+        "the model breaks the graph (torch.compile did not capture the call as one graph, and ran the code between graphs as Python; "
         'TORCH_LOGS="graph_breaks,recompiles" says why)'
     )
     found = Break("model", reason, filename, line)

@@ -1,11 +1,11 @@
-"""Effects: what a node of a graph does besides returning a value.
+"""Effects and aliases: which nodes of a graph do more than return a value, and which may share memory.
 
-Dynamo's graphs hold calls of torch functions as people write them: ``x.relu_()``, ``torch.nn.functional.dropout``, ``x[0] = y``. A pass
+Dynamo's graphs contain calls of torch functions as people write them: ``x.relu_()``, ``torch.nn.functional.dropout``, ``x[0] = y``. A pass
 that moves, merges or removes calls has to know which of them edit memory, draw random numbers, switch a mode or print. The schema of the
 ATen operator of the same name, or a short table, gives the answer. An unknown call is assumed to have effects, so it stays where it is.
 
-Alias analysis (:class:`Memory`) is as careful. Two nodes are in one group if they *may* share memory: all inputs of a graph may share
-theirs, and a result may share the memory of its arguments unless its operator is known to return new memory.
+Alias analysis (:class:`Memory`) is equally conservative. Two nodes are in one group if they *may* share memory: all inputs of a graph may
+share theirs, and a result may share the memory of its arguments unless its operator is known to return new memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 
 class Kind(Enum):
-    """What a torch function is known to do, the least known first."""
+    """The effect of a torch function, as far as it is known; lower numbers promise less."""
 
     EFFECT = 0  #: Perhaps more than returning a value.
     RANDOM = 1  #: It draws from a random number generator.
@@ -48,7 +48,7 @@ _KINDS: dict[Any, Kind] = {
 #: Methods without a schema of their own.
 _METHODS = frozenset("float double half bfloat16 int long short bool cpu cuda size dim numel stride type".split())
 
-#: Composite operators that return new memory, which their schema does not say.
+#: Composite operators that return new memory. Their schema does not say so.
 _NEW = frozenset(
     "linear matmul outer layer_norm rms_norm group_norm softmax log_softmax where max min square absolute negative clip multiply subtract "
     "divide true_divide greater greater_equal less less_equal not_equal concat concatenate hstack vstack dstack conv1d conv2d conv3d "
@@ -65,12 +65,14 @@ _EDITING = frozenset(
 #: Operators that share memory with their arguments without saying so in their schema.
 _SHARING = frozenset("_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk lift _reshape_alias".split())
 
-#: Operators that may fail because of values, or whose fakes check their arguments less than they do themselves.
+#: Operators that may fail because of values, or that check their arguments more strictly on real tensors than on fakes.
 FAILING = frozenset(
-    "bernoulli bincount binomial cholesky cholesky_inverse cholesky_solve cross_entropy embedding embedding_bag gather histc index "
-    "index_add index_copy index_fill index_put index_reduce index_select inverse log_softmax logdet lu_solve masked_scatter "
-    "masked_select multi_margin_loss multilabel_margin_loss multinomial nll_loss one_hot pinverse poisson put repeat_interleave scatter "
-    "scatter_add scatter_reduce searchsorted select_scatter slogdet softmax svd take take_along_dim".split()
+    "bernoulli binary_cross_entropy bincount binomial cholesky cholesky_inverse cholesky_solve cross_entropy embedding embedding_bag "
+    "gather histc histogram histogramdd index index_add index_copy index_fill index_put index_reduce index_select inverse log_softmax "
+    "logdet lu_solve lu_unpack masked_scatter masked_select matrix_power max_unpool1d max_unpool2d max_unpool3d multi_margin_loss "
+    "multilabel_margin_loss multinomial nanquantile nll_loss normal one_hot pca_lowrank pinverse poisson put quantile "
+    "repeat_interleave scatter scatter_add scatter_reduce searchsorted segment_reduce select_scatter slogdet softmax svd svd_lowrank "
+    "take take_along_dim".split()
 )
 
 #: Modules whose functions are operators under the same name.
@@ -80,14 +82,14 @@ _MODULES: dict[str, Any] = {
     **{f"torch._C.{name}": getattr(torch._C, name) for name in ("_nn", "_linalg", "_fft", "_special")},
 }
 
-#: Functions of ``torch.nn.functional`` in Python that do what the operator of their name does, save for switches.
+#: Python functions of ``torch.nn.functional`` that, up to their switches, behave like the operator of the same name.
 _FUNCTIONAL = frozenset(
     "celu cosine_similarity dropout elu embedding group_norm hardsigmoid hardswish hardtanh layer_norm "
     "leaky_relu log_softmax mish mse_loss pad relu relu6 rms_norm scaled_dot_product_attention selu sigmoid silu softmax "
     "tanh".split()
 )
 
-#: Arguments by which a function does more than its name says, and the values with which it does not.
+#: Arguments that can give a function further effects, and the values with which they do not.
 _SWITCHES: dict[str, tuple[Any, ...]] = {
     "out": (None,),
     "inplace": (False,),
@@ -97,7 +99,7 @@ _SWITCHES: dict[str, tuple[Any, ...]] = {
     "running_var": (None,),
 }
 
-#: Random functions that draw nothing with a value of an argument: its position, name and default, and the value.
+#: Random functions that draw nothing if one argument has a certain value: the argument's position, name and default, and that value.
 _NOT_RANDOM: dict[str, tuple[int, str, Any, Any]] = {
     "dropout": (2, "training", True, False),
     "scaled_dot_product_attention": (4, "dropout_p", 0.0, 0.0),
@@ -110,7 +112,7 @@ def name_of(node: torch.fx.Node) -> str:
 
 
 def kind_of(node: torch.fx.Node) -> Kind:
-    """Return what the call at ``node`` is known to do."""
+    """Return the kind of the call at ``node``, with its arguments."""
     if node.op == "get_attr":
         return Kind.READ
     if node.op not in ("call_function", "call_method"):
@@ -126,14 +128,14 @@ def kind_of(node: torch.fx.Node) -> Kind:
 
 
 def may_fail(node: torch.fx.Node) -> bool:
-    """Whether the call at ``node`` may raise an error although it was made on fakes without one."""
+    """Whether the call at ``node`` may raise an error on real tensors, although it raised none on fakes."""
     if node.target is operator.getitem:
         return not is_basic_index(node.args[1])
     return is_failing(name_of(node).partition(".")[0])
 
 
 def is_failing(name: str) -> bool:
-    """Whether a function of this name may raise an error although it was called on fakes without one."""
+    """Whether a function of this name may raise an error on real tensors, although it raised none on fakes."""
     return name in FAILING or "linalg" in name
 
 
@@ -147,7 +149,7 @@ def _draws_nothing(node: torch.fx.Node) -> bool:
 
 @functools.cache
 def _kind_of_target(target: Any) -> Kind:
-    """Return the kind of a method, by its name, or of a function, with all switches off."""
+    """Return the kind of a function, or of a method given by its name, with all switches off."""
     if isinstance(target, str):
         if target in _METHODS:
             return Kind.READ
@@ -166,17 +168,17 @@ def _kind_of_target(target: Any) -> Kind:
 
 
 def overloads_of(operator: Any) -> list[torch._ops.OpOverload]:
-    """Return an operator as the list of its overloads; empty for anything else."""
+    """Return the overloads of an operator, or an overload as a list; empty for anything else."""
     if isinstance(operator, torch._ops.OpOverloadPacket):
         return [getattr(operator, name) for name in operator.overloads()]
     return [operator] if isinstance(operator, torch._ops.OpOverload) else []
 
 
 def _kind_of_overloads(operator: Any) -> Kind:
-    """Return the kind of an operator that may be any of its overloads, except for those that write to ``out=``."""
+    """Return the lowest kind among the overloads of an operator, apart from those that write to ``out=``."""
     overloads = overloads_of(operator)
     if any(overload.namespace not in ("aten", "prims") for overload in overloads):
-        return Kind.EFFECT  # a schema says nothing about printing, or communication with other processes
+        return Kind.EFFECT  # a schema does not mention printing, or communication with other processes
     kinds = {kind for overload in overloads if (kind := _kind_of_overload(overload)) is not None}
     return min(kinds, key=lambda kind: kind.value, default=Kind.EFFECT)
 
@@ -187,7 +189,7 @@ def _kind_of_overload(overload: Any) -> Kind | None:
         return None
     try:
         composite = torch._C._dispatch_has_kernel_for_dispatch_key(overload.name(), "CompositeImplicitAutograd")
-    except RuntimeError:  # an overload of TorchScript alone
+    except RuntimeError:  # an overload that only TorchScript has
         return None
     if not schema.returns or not all("Tensor" in str(returned.type) for returned in schema.returns):
         return Kind.EFFECT
@@ -206,7 +208,7 @@ def _kind_of_overload(overload: Any) -> Kind | None:
 
 
 def _switched_off(node: torch.fx.Node) -> bool:
-    """Whether no argument makes the call do more than its name says."""
+    """Whether no argument gives the call further effects, see ``_SWITCHES``."""
     if any(name in _SWITCHES and value not in _SWITCHES[name] for name, value in node.kwargs.items()):
         return False
     positions = _switch_positions(node.target) if node.op == "call_function" else ()
@@ -217,7 +219,7 @@ def _switched_off(node: torch.fx.Node) -> bool:
 
 @functools.cache
 def _switch_positions(function: Any) -> tuple[tuple[int, str], ...]:
-    """Return positions and names of the arguments of a Python function that are switches."""
+    """Return the positions and names of those arguments of a Python function that are switches."""
     if not inspect.isfunction(function):
         return ()
     names = enumerate(inspect.signature(function).parameters)
@@ -225,7 +227,7 @@ def _switch_positions(function: Any) -> tuple[tuple[int, str], ...]:
 
 
 def is_basic_index(index: Any) -> bool:
-    """Whether indexing a tensor with ``index`` gives a view, whatever the tensor: no tensors, lists or masks in it."""
+    """Whether any tensor indexed with ``index`` gives a view: the index contains no tensors, lists or masks."""
     items = index if isinstance(index, tuple) else (index,)
     return all(
         item is None
@@ -237,7 +239,7 @@ def is_basic_index(index: Any) -> bool:
 
 
 def _is_view(node: Any, index: Any) -> bool:
-    """Whether ``node[index]`` is known to be a view of a tensor; with one number, ``node`` may as well be a tuple."""
+    """Whether ``node[index]`` is known to be a view of a tensor. With a single integer as index, ``node`` might be a tuple."""
     is_tensor = isinstance(node, torch.fx.Node) and isinstance(node.meta.get("example_value"), torch.Tensor)
     return is_basic_index(index) and (is_tensor or type(index) is not int)
 
@@ -248,7 +250,7 @@ def requires_grad(value: Any) -> bool:
 
 
 class Memory:
-    """Groups of nodes of ``graph`` that may share memory; ``order`` has the number of each node."""
+    """Alias analysis: groups the nodes of ``graph`` that may share memory. ``order`` has the position of each node."""
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self._parent: dict[Any, Any] = {}
@@ -264,7 +266,7 @@ class Memory:
         self.order = {node: number for number, node in enumerate(graph.nodes)}
 
     def group(self, item: Any) -> Any:
-        """Return the representative of the group that a node is in."""
+        """Return the representative of the group of a node."""
         while (parent := self._parent.get(item, item)) is not item:
             self._parent[item] = self._parent.get(parent, parent)
             item = parent
@@ -300,10 +302,10 @@ def edits_of_inputs(
     inputs: Mapping[torch.fx.Node, int] | None = None,
     nodes: Sequence[torch.fx.Node] | None = None,
 ) -> Iterator[tuple[torch.fx.Node, frozenset[int], bool]]:
-    """Yield calls that may edit inputs in place, the positions of these inputs, and whether autograd follows the call.
+    """Yield each call that may edit inputs in place, the positions of these inputs, and whether autograd follows the call.
 
-    A call whose name and arguments show no edit is taken to make none. ``source_of`` returns the argument that a node passes on, if it does
-    nothing else. By default ``inputs`` are the placeholders, and all ``nodes`` are looked at.
+    A call is assumed to edit nothing if neither its name nor its arguments show an edit. ``source_of(node)`` returns the argument that a
+    node passes on, if it does nothing else. By default ``inputs`` are the placeholders, and ``nodes`` are all nodes of the graph.
     """
     if inputs is None:
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -322,7 +324,7 @@ def edits_of_inputs(
             sources = all_edited(node)
             found = nothing.union(*(given.get(source, nothing) for source in sources))
             if found:
-                yield node, found, follows and not detached.issuperset(sources)
+                yield node, found, follows and not (_scales_weight(node) or detached.issuperset(sources))
             if kind_of(node) in (Kind.READ, Kind.VIEW):
                 sources = node.all_input_nodes
             given[node] = nothing.union(*(given.get(source, nothing) for source in sources))
@@ -331,7 +333,7 @@ def edits_of_inputs(
 
 
 def all_edited(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the arguments that a call edits, or may edit, by its name and arguments."""
+    """Return the arguments that a call edits or may edit, as far as its name and arguments show it."""
     known = edited(node)
     if known is not None:
         return [known]
@@ -342,6 +344,8 @@ def all_edited(node: torch.fx.Node) -> list[torch.fx.Node]:
     if name in _EDITING:
         given = _named_arguments(node, name)
         found = [given.get("running_mean"), given.get("running_var")]
+    elif _scales_weight(node):
+        found = [_named_arguments(node, name).get("weight")]
     elif isinstance(target, torch._ops.OpOverload):
         given = _named_arguments(node, name)
         found = [given.get(argument.name) for argument in target._schema.arguments if argument.is_write]
@@ -352,6 +356,11 @@ def all_edited(node: torch.fx.Node) -> list[torch.fx.Node]:
     return [item for item in found if isinstance(item, torch.fx.Node)]
 
 
+def _scales_weight(node: torch.fx.Node) -> bool:
+    """Whether ``node`` is an embedding with ``max_norm``, which scales rows of its weight in place, without gradients."""
+    return node.target in (torch.nn.functional.embedding, torch.nn.functional.embedding_bag) and not _switched_off(node)
+
+
 def _named_arguments(node: torch.fx.Node, name: str) -> dict[str, Any]:
     """Return the arguments of a call of a Python function or an operator, by name."""
     names: Any = inspect.signature(node.target).parameters if inspect.isfunction(node.target) else ()
@@ -360,7 +369,7 @@ def _named_arguments(node: torch.fx.Node, name: str) -> dict[str, Any]:
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
-#: Operators that write to their first argument; their result shares memory with nothing else.
+#: Operators that write to their first argument. Their result shares memory with no other argument.
 _WRITING = frozenset(
     getattr(operator, name)
     for name in "setitem iadd isub imul itruediv ifloordiv imod ipow imatmul iand ior ixor ilshift irshift".split()
@@ -368,9 +377,9 @@ _WRITING = frozenset(
 
 
 def edited(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the argument that ``node`` is known to edit in place, and returns; ``None`` if there is none, or nothing is known."""
+    """Return the argument that ``node`` edits in place and returns; ``None`` if there is none, or if that is not known."""
     if isinstance(node.meta.get("example_value"), _NUMBERS):
-        return None  # ``+=`` of a number makes another one
+        return None  # ``+=`` creates a new number
     if not (node.target in _WRITING or _is_in_place(node)):
         return None
     source = node.args[0] if node.args else node.kwargs.get("input")
@@ -378,7 +387,7 @@ def edited(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def _is_in_place(node: torch.fx.Node) -> bool:
-    """Whether ``node`` calls ``relu_``, say, or ``relu`` with ``inplace=True``."""
+    """Whether ``node`` is an in-place call, such as ``relu_(x)`` or ``relu(x, inplace=True)``."""
     target, name = node.target, name_of(node)
     if isinstance(target, torch._ops.OpOverload) and target.namespace == "aten":
         writes = [argument.is_write for argument in target._schema.arguments]
@@ -394,13 +403,13 @@ def _is_in_place(node: torch.fx.Node) -> bool:
 
 
 def written(node: torch.fx.Node) -> list[torch.fx.Node]:
-    """Return the arguments that a call with effects may write to; its result may share their memory."""
+    """Return the arguments that a call may write to, if it has effects. Its result may share their memory."""
     known = edited(node)
     return node.all_input_nodes if known is None else [known]
 
 
 def effects(graph: torch.fx.Graph) -> Iterator[torch.fx.Node]:
-    """Yield the nodes that may do more than return a value, the output among them."""
+    """Yield the nodes that may do more than return a value, including the output node."""
     for node in graph.nodes:
         if node.op != "placeholder" and kind_of(node) is Kind.EFFECT:
             yield node

@@ -1,19 +1,17 @@
-"""Edits inside the user's own ``torch.compile``: the driver that walks dynamo's symbolic execution.
+"""Edits inside the user's own ``torch.compile``: dynamo traces an edited model and its edits into one graph.
 
-Where a user compiles a function that calls an edited model, dynamo has to trace model and edits into one graph. It executes
-Python symbolically, one frame inside the other, and knows nothing of greenlets, through which a block waits for the model.
-But dynamo is itself a Python program. So the *symbolic execution* of a block runs in the greenlet of a mediator: when the
-block asks for a location, that greenlet is left, dynamo goes on with the forward pass of the model, and at the location the
-block is given what dynamo knows of the value there, a ``VariableTracker``. Interleaver and mediators are those of every
-other run, and their values are variables of dynamo.
+When a user compiles a function that calls an edited model, dynamo has to trace model and edits together. It executes Python
+symbolically, one frame inside the other, and does not know greenlets, through which a block waits for the model. But dynamo is itself a
+Python program. So the *symbolic execution* of a block runs in the greenlet of a mediator. When the block requests a location, dynamo
+leaves that greenlet and continues with the forward pass of the model. At the location the block receives dynamo's description of the
+value, a ``VariableTracker``. Interleaver and mediators are the usual ones; only their values are variables of dynamo.
 
-Everything else is dynamo's: what a block reads of the user's objects is guarded, tensors among it are inputs of the graph, so
-new values do not recompile and a changed list of edits does, and an effect on a Python object happens after the graph has run. What dynamo
+Dynamo does the rest in its usual way. It guards the objects that a block reads, and tensors among them become inputs of the graph. So new
+values do not recompile, but a changed list of edits does. Effects on Python objects happen after the graph has run. Code that dynamo
 cannot trace is a graph break around the call of the model, which then runs eagerly, or an error with ``fullgraph=True``.
 
-Only :func:`call_edited` and the look-up of the active run are foreign to dynamo; they are registered with it by their identity.
-Modules are intercepted at dynamo's variable for them, for the time of such a call: nothing is put on the modules, so no guard
-mentions it.
+Dynamo cannot trace :func:`call_edited`, the look-up of the active run, or the loops over steps. They are registered with it by identity.
+During such a call, modules are intercepted at dynamo's variable for them. Nothing is set on the modules, so no guard mentions it.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from ..shared_changes import replaced
 from ..tracing.block import SCOPE_NAME, TRACER_NAME, is_bound
 from ..tracing.body import SAVE_NAME
 from .torch_compat import (
-    MORE_OF_FUNCTIONS,
+    EXTRA_FUNCTION_ARGUMENTS,
     AttrSource,
     DictGetItemSource,
     GuardBuilder,
@@ -60,7 +58,7 @@ if TYPE_CHECKING:
 
 
 def call_edited(model: NNsight, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call ``model`` with its edits. Only dynamo comes here, and traces this as :class:`_CallEdited`."""
+    """Call ``model`` with its edits. Used only in code that dynamo traces; dynamo sees it as :class:`_CallEdited`."""
     return model._call_edited(None, args, kwargs)
 
 
@@ -82,7 +80,7 @@ def _unsupported(message: str) -> Exception:
 
 
 class _TracedRun(compat.Interleaver):
-    """A run whose values are variables of dynamo; ``tx`` is the frame of dynamo that makes the call."""
+    """A run whose values are variables of dynamo. ``tx`` is dynamo's frame in which the model is called."""
 
     __slots__ = ("tree_variable", "tx")
 
@@ -95,7 +93,7 @@ class _TracedRun(compat.Interleaver):
 
 
 def _offer(run: Any, location: str, value: Any) -> Any:
-    """Offer what an intercepted call has: the variable it returns, or a tuple and a dict of variables, its arguments."""
+    """Offer a value of an intercepted call to ``run``: its output, a variable, or its arguments, a tuple and a dict of variables."""
     if not location.endswith(".input"):
         return run.handle(location, value)
     args, kwargs = value
@@ -106,7 +104,7 @@ def _offer(run: Any, location: str, value: Any) -> Any:
 
 
 def _check_replacement(location: str, old: VariableTracker, new: VariableTracker) -> None:
-    """Refuse what would not mean the same, as :class:`~nnsight.runtime.replacing.Replacements` does."""
+    """Refuse a replacement of another structure, as :class:`~nnsight.runtime.replacing.Replacements` does."""
     if location.endswith(".input"):
         parts = new.items if isinstance(new, variables.BaseListVariable) and new.python_type() is tuple else []
         if [part.python_type() for part in parts] not in ([tuple, dict], [list, dict]):
@@ -121,8 +119,8 @@ def _check_replacement(location: str, old: VariableTracker, new: VariableTracker
 class _TracedMediator(compat.Mediator):
     """A block that dynamo executes symbolically, in a greenlet.
 
-    Dynamo keeps a stack of the frames it is in. The frames of a block are taken off it while the model runs, and put
-    back when it is the block's turn. Grad mode, of which each side has its own, is switched in the graph as well.
+    Dynamo keeps a stack of its current frames. The frames of a block are removed from it while the model runs, and put back for
+    the block's turn. Model and block each have a grad mode, so a turn also switches the grad mode in the graph.
     """
 
     __slots__ = ("_frames", "_tx")
@@ -142,7 +140,7 @@ class _TracedMediator(compat.Mediator):
             self._set_grad_enabled(before)
 
     def leave_loop(self) -> None:
-        raise _unsupported("An edit loops over more steps than the call of the model has: bound it, as in `tracer.iter[:1]`.")
+        raise _unsupported("An edit loops over more steps than the call of the model has: bound the loop, as in `tracer.iter[:1]`.")
 
     def cancel(self) -> None:
         with self._own_frames():
@@ -154,7 +152,7 @@ class _TracedMediator(compat.Mediator):
 
     @contextlib.contextmanager
     def _own_frames(self) -> Iterator[None]:
-        """Exchange dynamo's frames for those of the block."""
+        """Replace dynamo's frames by those of the block inside this context."""
         outer = self._take_frames()
         if self._frames is not None:
             self._put_frames(self._frames)
@@ -165,7 +163,7 @@ class _TracedMediator(compat.Mediator):
             self._put_frames(outer)
 
     def _take_frames(self) -> tuple[list[Any], list[Any], dict[str, Any], bool]:
-        """Return the frames that dynamo is in, and where in the innermost it is."""
+        """Return dynamo's frames, their summaries, the position in the innermost frame, and whether a child tracer is active."""
         context = TracingContext.get()
         place = {name: value for name, value in vars(context).items() if name.startswith("loc_in_frame")}
         active = self._tx.is_child_tracer_active
@@ -184,7 +182,7 @@ class _CallEdited(VariableTracker):
         positional, named = args[1:]
         root: Any = args[0].realize()
         if active_interleaver() is not None:
-            raise _unsupported("A model was called in an edit, inside a run of another model, with edits of its own.")
+            raise _unsupported("A model with edits is called inside the run of another edited model, which torch.compile cannot trace.")
         tree: Any = attribute_of(tx, root, "_tree").realize()
         tree.value.refresh()
         edits = attribute_of(tx, root, "_edits").unpack_var_sequence(tx)
@@ -195,7 +193,7 @@ class _CallEdited(VariableTracker):
         try:
             with _intercepting(run, tree.value), run:
                 output = module.call_function(tx, positional.unpack_var_sequence(tx), _as_dict(named))
-                if run.failure is not None:  # the model caught what a block raised
+                if run.failure is not None:  # the model caught the error of a block
                     raise run.failure
                 run.handle("result", output)
                 run.finish()
@@ -208,18 +206,18 @@ class _CallEdited(VariableTracker):
 
 
 class _Block(variables.NestedUserFunctionVariable):
-    """The function of a block. Dynamo must not look for a Python function like it: some variables have no value yet."""
+    """The function of a block. Dynamo must not build a real function from it: some of its variables have no value yet."""
 
     def get_function(self, _converting: set[int] | None = None) -> types.FunctionType:
         raise NotImplementedError
 
 
-#: What an edit with two names behind ``as`` calls its tracer. It has no state.
+#: The tracer of an edit with two names, as in ``with model.edit() as (tracer, edited)``. It has no state.
 _CONTROLS = RunControls()
 
 
 def _block_of(tx: Any, edit: Any, root: VariableTracker) -> VariableTracker:
-    """Return the block of an edit as a function, on variables of its own, that has the values of the definition."""
+    """Return the block of an edit as a function on new variables. They start with the values that they had when the edit was defined."""
     value: Edit = edit.value
     source = edit.source
     install_guard(source.make_guard(GuardBuilder.ID_MATCH))
@@ -253,17 +251,17 @@ def _block_of(tx: Any, edit: Any, root: VariableTracker) -> VariableTracker:
         defaults=None,
         kwdefaults=None,
         closure=_tuple_of(closure),
-        **MORE_OF_FUNCTIONS,
+        **EXTRA_FUNCTION_ARGUMENTS,
     )
 
 
 def _unchanged(value: Any) -> Any:
-    """Do what ``.save()`` does in an edit: names of an edit do not come home."""
+    """Return ``value``. Stands for ``.save()`` in an edit, which saves nothing."""
     return value
 
 
 class _Handle(VariableTracker):
-    """An object of the package that blocks work with, as dynamo sees it."""
+    """An object of this package in dynamo's execution, such as the run or its current mediator. Its methods run at once, untraced."""
 
     def __init__(self, value: Any, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -299,7 +297,7 @@ class _Handle(VariableTracker):
 
 
 class _ActiveRun(VariableTracker):
-    """The look-up of the active run, as dynamo sees it: only a run that dynamo traces is active for it."""
+    """:func:`active_interleaver`, as dynamo sees it: the active run if dynamo traces that run, else ``None``."""
 
     def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
         run = active_interleaver()
@@ -307,7 +305,7 @@ class _ActiveRun(VariableTracker):
 
 
 class _HostFunction(VariableTracker):
-    """A function on objects of the package that dynamo calls at once instead of tracing it."""
+    """A function of this package that dynamo calls at once, instead of tracing it."""
 
     def __init__(self, function: Callable[..., Any], **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -325,11 +323,11 @@ class _LeaveFrame(VariableTracker):
         what = args[0].as_python_constant()
         if tx.one_graph or tx.error_on_graph_break:
             raise _unsupported(
-                f"`{what}` cannot be part of a graph of torch.compile, and fullgraph=True asks for one graph. Its block runs "
-                "beside the model. Keep the block with `model.edit()` and call the edited model in the compiled function; or leave "
-                "the trace outside of it and compile the model, as in `model.compile()`; or compile without fullgraph=True."
+                f"`{what}` cannot be part of a graph of torch.compile, and fullgraph=True asks for one graph. Its block runs in "
+                "turns with the model. Store the block with `model.edit()` and call the edited model in the compiled function; or move "
+                "the trace out of it and compile the model, as in `model.compile()`; or compile without fullgraph=True."
             )
-        raise exc.SkipFrame(f"`{what}` has a block, which is found by its frame and runs beside a model")
+        raise exc.SkipFrame(f"`{what}` has a block, which is found through its frame and runs in turns with a model")
 
 
 _call_module = variables.UnspecializedNNModuleVariable.call_function
@@ -337,7 +335,7 @@ _call_module = variables.UnspecializedNNModuleVariable.call_function
 
 @contextlib.contextmanager
 def _intercepting(run: _TracedRun, tree: ModuleTree) -> Iterator[None]:
-    """Pass the calls of modules that dynamo traces through ``run``. Dynamo holds a lock meanwhile."""
+    """Intercept the module calls that dynamo traces, and offer their values to ``run``. Dynamo holds its compile lock here."""
 
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         path = tree.paths.get(self.value)
@@ -357,7 +355,7 @@ class _SourceOf(VariableTracker):
     """:func:`~nnsight.envoy.source.source_of`, as dynamo sees it."""
 
     def call_function(self, tx: Any, args: list[VariableTracker], kwargs: dict[str, VariableTracker]) -> VariableTracker:
-        raise _unsupported("An edit names operations behind `.source`, which cannot be part of a graph of torch.compile.")
+        raise _unsupported("An edit uses `.source`, which cannot be part of a graph of torch.compile.")
 
 
 VariableBuilder._id_dispatch()[id(active_interleaver)] = lambda builder, value: _ActiveRun()

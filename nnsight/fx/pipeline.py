@@ -1,7 +1,7 @@
 """The steps of a compiled trace as plain functions on plain values, without an envoy.
 
 A compiled trace captures the model once, records its block, splices the program into the captured graph, and lowers the result. Each
-function here does one step, for tests, and for tools with a model or a backend of their own:
+function here does one of these steps, for tests, and for tools with their own model or backend:
 
     captured = fx.capture(module, x)
     recorded = fx.record(captured, block)
@@ -9,7 +9,7 @@ function here does one step, for tests, and for tools with a model or a backend 
     function = fx.lower(spliced, recorded, backend="inductor")
     function(*spliced.arguments(recorded.inputs))
 
-Traces use the same parts, and cache the result of each step.
+Traces use the same code, and cache the result of each step.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from .splicing.splice import splice as splice_graph
 
 @dataclass(frozen=True, eq=False)
 class CapturedCall:
-    """A captured graph, and its inputs in the call that it was captured from.
+    """A captured graph, and its inputs in the captured call.
 
     Attributes:
         graph: The graph, with a tap for each location.
-        inputs: Tensors and symbolic sizes, in the order of the graph's placeholders; parameters of the model are among them.
+        inputs: Tensors and values of symbolic sizes, in the order of the graph's placeholders. They include the model's parameters.
     """
 
     graph: CapturedGraph
@@ -56,15 +56,15 @@ class CapturedCall:
 
 @dataclass(frozen=True, eq=False)
 class RecordedBlock:
-    """What a block did to a captured graph.
+    """The program of a block for a captured graph, with the tensors and results of the recorded run.
 
     Attributes:
         captured: The graph, and its inputs.
-        program: The block as data: it compares by what it does, and prints.
-        results: The tensors that the block returned, as references to values of the program.
-        externals: Tensors from outside the block, and Python numbers that are factors or summands, as scalars; inputs of the spliced graph.
-        numbers: Other Python numbers that may vary between runs, such as an index; inputs of the spliced graph, too.
-        outputs: What the captured graph returned in the run that was recorded.
+        program: The block as data. Programs with equal effects are equal; ``print`` shows the steps.
+        results: The tensors that the block returned, as references to values of the program or inputs of the graph.
+        externals: Tensors from outside the block, and floats that a call takes as scalar tensors, such as a factor.
+        numbers: Other Python numbers that vary between runs, such as an index.
+        outputs: The outputs of the captured graph in the recorded run.
     """
 
     captured: CapturedCall
@@ -76,12 +76,12 @@ class RecordedBlock:
 
     @property
     def inputs(self) -> tuple[Any, ...]:
-        """Inputs of the captured graph, externals, and numbers: floats as scalar tensors, as graphs take them."""
+        """Inputs of the captured graph, externals, and numbers. Floats are scalar tensors, because graphs take them in this form."""
         return (*self.captured.inputs, *self.externals, *map(as_argument, self.numbers))
 
 
 class Values:
-    """The values of a run by location, as the block of :func:`record` sees them."""
+    """The values of a run by location, for the block of :func:`record`."""
 
     def __init__(self, mediator: Mediator) -> None:
         self._mediator = mediator
@@ -98,13 +98,13 @@ def capture(module: torch.nn.Module, *args: Any, dynamic: bool | None = None, **
 
     Args:
         module: Any module that dynamo can capture as one graph.
-        *args: Its arguments.
+        *args: Positional arguments of the module.
         dynamic: As for ``torch.compile``: ``True`` for symbolic sizes.
-        **kwargs: Its arguments by name.
+        **kwargs: Keyword arguments of the module.
 
     Raises:
         torch._dynamo.exc.Unsupported: If the module breaks the graph.
-        RuntimeError: If ``torch.compile`` runs functions as Python here, under a stance or inside of another tracer.
+        RuntimeError: If ``torch.compile`` runs functions as Python here: under a stance, or inside another compiled function.
     """
     tree = ModuleTree(module, traced_call=tapped_call)
     found: list[CapturedCall] = []
@@ -123,23 +123,23 @@ def capture(module: torch.nn.Module, *args: Any, dynamic: bool | None = None, **
     if not found:
         raise RuntimeError(
             f"torch.compile ran the {type(module).__name__} as Python and captured no graph. It does so under the stance 'force_eager' "
-            "and inside of another compiled function: call `capture` outside."
+            "and inside another compiled function: call `capture` outside."
         )
     return found[0]
 
 
 def record(captured: CapturedCall, block: Callable[[Values], Any]) -> RecordedBlock:
-    """Run ``block`` against the captured graph, and the graph with its edits.
+    """Record ``block`` on the captured graph; then run the graph with the edits of the block.
 
     Args:
         captured: See :func:`capture`.
-        block: Called with the values of the run: ``values[location]`` waits for one, an assignment replaces it. Locations begin with
-            ``model``, such as ``model.0.output``. It returns tensors in any containers, which become :attr:`RecordedBlock.results`.
+        block: A function of the values of the run: ``values[location]`` waits for a value, an assignment replaces it. Locations begin with
+            ``model``, such as ``model.0.output``. The tensors that it returns, in any containers, are :attr:`RecordedBlock.results`.
 
     Raises:
         GraphBreakError: If the block needs the value of a tensor while it runs.
-        TypeError: If it returns anything but values of the graph, or results computed from them.
-        MissedProviderError: If the block waits for a location that the graph does not pass, or has passed.
+        TypeError: If the block returns an object that is neither a value of the graph nor computed from one.
+        MissedProviderError: If the block waits for a location that the graph does not contain, or has passed.
     """
     results: list[ValueNumber | Input] = []
 
@@ -147,7 +147,7 @@ def record(captured: CapturedCall, block: Callable[[Values], Any]) -> RecordedBl
         for leaf in pytree.tree_leaves(block(Values(mediator))):
             reference = recording.refer(leaf) if isinstance(leaf, torch.Tensor) else None
             if not isinstance(reference, (ValueNumber, Input)):
-                raise TypeError(f"The block returned a {type(leaf).__name__} that is no value of the graph, nor computed from one.")
+                raise TypeError(f"The block returned a {type(leaf).__name__} that is neither a value of the graph nor computed from one.")
             results.append(reference)
 
     mediator = Mediator(intervention)
@@ -164,7 +164,7 @@ def splice(recorded: RecordedBlock) -> SplicedGraph:
     """Write a program into a copy of its captured graph, and simplify the copy.
 
     Returns:
-        A graph of ``spliced.arguments(recorded.inputs)`` that returns the results of the block, then those of the captured graph.
+        A graph that takes ``spliced.arguments(recorded.inputs)``, and returns the results of the block, then those of the captured graph.
     """
     graph = recorded.captured.graph
     piece = Piece.of(graph, 0)
@@ -178,12 +178,12 @@ def lower(spliced: SplicedGraph, recorded: RecordedBlock, backend: Any = "induct
 
     Args:
         spliced: See :func:`splice`.
-        recorded: Has the inputs to lower for. With symbolic sizes the function takes inputs of other sizes, too.
+        recorded: The recorded block; the graph is lowered for its inputs. With symbolic sizes, the function also takes other sizes.
         backend: As for ``torch.compile``.
         **options: ``mode`` and ``options``, as for ``torch.compile``.
 
     Returns:
-        A function of ``spliced.arguments(recorded.inputs)``, or of other values in their places, that returns a list.
+        A function that takes ``spliced.arguments(recorded.inputs)``, or other values in their places, and returns a list.
     """
     graph, inputs = recorded.captured.graph, spliced.arguments(recorded.inputs)
     symbols = [symbol for _, symbol in graph.symbols]

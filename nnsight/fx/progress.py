@@ -1,10 +1,10 @@
 """A progress line for captures and lowerings of calls that take more than two seconds.
 
-Captures and lowerings are *steps* (:func:`step`). Each starts a thread. Once the call of the model (:func:`call`) has taken two seconds,
-the thread draws a progress line on ``stderr``, or a widget in a notebook, until the step ends.
+Captures and lowerings are *steps* (:func:`step`). Each step starts a thread. Once the call of the model (:func:`call`) has taken two
+seconds, the thread draws a progress line on ``stderr``, or a widget in a notebook, until the step ends.
 
-Only steps of the main thread are shown, none of the background or of a server. ``CONFIG.APP.PROGRESS = False``, ``TQDM_DISABLE=1``, or a
-logger ``nnsight.fx`` that drops warnings switches the line off.
+Only steps of the main thread are shown, and none of lowerings in the background or of servers. ``CONFIG.APP.PROGRESS = False``,
+``TQDM_DISABLE=1``, or a logger ``nnsight.fx`` that drops warnings switches the line off.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from ..config import CONFIG
 
 logger = logging.getLogger("nnsight.fx")
 
-#: The step that can be done in the background.
+#: The name of the step that can run in the background.
 LOWERING = "lowering"
 
-#: Seconds for which nothing is shown.
+#: Seconds of a call in which nothing is shown.
 DELAY = 2.0
 
-#: Seconds between two updates, and before a step is shown once a line has been.
+#: Seconds between two updates; also the least time before a later step of the call is shown.
 _INTERVAL = 0.5
 
 
 class _Bar(tqdm):  # type: ignore[misc] # a class without types
-    monitor_interval = 0  # with another one tqdm starts a thread that stays
+    monitor_interval = 0  # with any other value tqdm starts a thread that never ends
 
 
 class _Call:
-    """A call of a model, and how many steps it has done."""
+    """A call of a model, and the number of its finished steps."""
 
     def __init__(self, name: str, hint: str) -> None:
         self.name, self.hint = name, hint
         self.started, self.done = time.monotonic(), 0
 
     def draw(self, doing: str, over: threading.Event) -> None:
-        """Show what the call is doing until that is over."""
+        """Show a progress line for the step ``doing`` until ``over`` is set."""
         if over.wait(max(self.started + DELAY - time.monotonic(), _INTERVAL)):
             return
-        hint = f" {self.hint}" if doing == LOWERING else ""  # no hint helps against a capture
+        hint = f" {self.hint}" if doing == LOWERING else ""  # a capture cannot run in the background
         bar = None
         try:
             bar = _Bar(leave=False, bar_format=f"nnsight: {doing} {self.name}, {self.done} steps done, {{elapsed}}{hint}")
@@ -69,7 +69,7 @@ _outermost: _Call | None = None
 
 @contextlib.contextmanager
 def call(name: str, hint: str = "") -> Iterator[None]:
-    """Surround a call of a model called ``name``; ``hint`` says how not to wait for a lowering."""
+    """Wrap a call of the model ``name``. ``hint`` says how a user can avoid waiting for lowerings."""
     global _outermost  # noqa: PLW0603 - there is one main thread
     if _outermost is not None or threading.current_thread() is not threading.main_thread():
         yield
@@ -83,7 +83,7 @@ def call(name: str, hint: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def step(doing: str) -> Iterator[None]:
-    """Surround a step: ``doing`` says what it does, as in "capturing"."""
+    """Wrap a step, whose name ``doing`` is shown, such as "capturing"."""
     is_main = threading.current_thread() is threading.main_thread()
     if not (is_main and CONFIG.APP.PROGRESS and logger.isEnabledFor(logging.WARNING)):
         yield

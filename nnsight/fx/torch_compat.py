@@ -1,6 +1,6 @@
 """Private names of torch's compiler, and the differences between the supported versions, 2.11 to 2.15, in one place.
 
-Other modules of this package import such names from here. The import changes nothing in torch; :func:`lowering` changes it in a context.
+Other modules of this package import such names from here. The import changes nothing in torch; context managers change it temporarily.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from torch._guards import TracingContext, tracing
 from ..shared_changes import replaced
 from ..tracing.block import is_bound
 
-#: Methods in which dynamo's variable of a set iterates over the items: the second one up to 2.12, both since.
+#: Methods in which dynamo's variable for a set iterates over the items: up to 2.12 only the second one, later both.
 METHODS_ITERATING = [name for name in ("tp_iter_impl", "unpack_var_sequence") if hasattr(SetVariable, name)]
 
-#: Whether dynamo can list the attributes of an object, ``list(vars(value))``: not before 2.12.
+#: Whether dynamo can list the attributes of an object, ``list(vars(value))``: from 2.12 on.
 LISTS_ATTRIBUTES = hasattr(variables, "DunderDictVariable")
 
-#: What the variable of a function needs besides, in 2.11.
-MORE_OF_FUNCTIONS: dict[str, None] = {} if LISTS_ATTRIBUTES else {"annotations": None}
+#: Further arguments of dynamo's variable for a nested function, in 2.11.
+EXTRA_FUNCTION_ARGUMENTS: dict[str, None] = {} if LISTS_ATTRIBUTES else {"annotations": None}
 
-#: How dynamo looks up an attribute of a variable: under another name since 2.14.
+#: The method with which dynamo looks up an attribute of a variable. It has a new name since 2.14.
 _GETATTR = "tp_getattro_impl" if hasattr(VariableTracker, "tp_getattro_impl") else "var_getattr"
 
-#: Sets the number of compiled frames that dynamo has counted in a call with ``fullgraph=True``, which fails at 0; -1 does not count.
+#: Sets dynamo's count of compiled frames in a call with ``fullgraph=True``. The call fails if the count is 0; -1 turns counting off.
 set_counted_frames: Callable[[int], Any] = getattr(eval_frame, "set_fullgraph_compiled_frame_count", lambda count: None)
 
-#: Held by dynamo while it compiles; inductor relies on it for thread safety.
+#: The lock that dynamo holds while it compiles. Inductor relies on it for thread safety.
 compile_lock = convert_frame.compile_lock
 
 
 def stands_aside() -> bool:
-    """Whether compiled functions run as Python, or in an unusual way: inside of another tracer, or under a stance."""
+    """Whether compiled functions run as Python, or in an unusual way: inside another tracer, or under a stance."""
     stance = eval_frame._stance
     return (
         stance.stance != "default"
@@ -69,9 +69,9 @@ def stands_aside() -> bool:
 
 
 def why_python(fullgraph: bool) -> str:
-    """Return why torch runs compiled functions as Python now; empty if it does not, or if that is torch's error with ``fullgraph=True``.
+    """Return why torch would run a compiled function as Python now; empty if it would not, or if torch raises an error (``fullgraph``).
 
-    Without an error, dynamo would run a function that it is asked for now as Python from then on.
+    A compiled function must not be called in this state: unless it raises, dynamo would run it as Python for good.
     """
     stance = eval_frame._stance
     if stance.backend is not None:
@@ -82,11 +82,11 @@ def why_python(fullgraph: bool) -> str:
     names = [type(mode).__name__ for mode in modes if not mode.is_infra_mode() and not mode.ignore_compile_internals()]
     if fullgraph or not (names or dynamo_config.disable):
         return ""
-    return f"torch.compile takes no calls under the dispatch mode `{names[-1]}`" if names else "`torch._dynamo.config.disable` is set"
+    return f"torch.compile compiles nothing under the dispatch mode `{names[-1]}`" if names else "`torch._dynamo.config.disable` is set"
 
 
 def is_outermost() -> bool:
-    """Whether a call made here is outside of anything else that dynamo runs, and compiled functions run as usual."""
+    """Whether a call made here is not inside another compiled function, and compiled functions run as usual."""
     return not (
         frame_evaluation.get_eval_frame_callback() is not None
         or eval_frame._stance.skip_guard_eval_unsafe
@@ -95,7 +95,7 @@ def is_outermost() -> bool:
 
 
 def is_slow(backend: Any = "inductor", mode: str | None = None, options: dict[str, Any] | None = None, **_: Any) -> bool:
-    """Whether lowering takes long enough to lower equal parts once. A CUDA graph should be whole."""
+    """Whether lowering is so slow that equal regions should be lowered once. ``False`` with CUDA graphs, which should be whole."""
     if backend != "inductor" or mode not in (None, "default", "max-autotune-no-cudagraphs"):
         return False
     from torch._inductor import config
@@ -104,7 +104,7 @@ def is_slow(backend: Any = "inductor", mode: str | None = None, options: dict[st
 
 
 def is_whole_call(graph_module: torch.fx.GraphModule, function_name: str) -> bool:
-    """Whether a graph that dynamo has just captured is the whole function of this name."""
+    """Whether a graph that dynamo has just captured is the whole function ``function_name``."""
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     context = TracingContext.try_get()
     traced: list[Any] = getattr(context, "traced_code", None) or []
@@ -112,7 +112,7 @@ def is_whole_call(graph_module: torch.fx.GraphModule, function_name: str) -> boo
 
 
 def attribute_of(tx: Any, variable: Any, name: str) -> Any:
-    """Return what dynamo knows of an attribute of one of its variables; ``tx`` is the frame it executes."""
+    """Return the attribute ``name`` of a variable of dynamo, as a variable. ``tx`` is the frame that dynamo executes."""
     return getattr(variable, _GETATTR)(tx, name)
 
 
@@ -123,9 +123,9 @@ def is_held_by_argument(placeholder: torch.fx.Node) -> bool:
 
 
 def only_returns() -> bool:
-    """Whether the tensors of the graph that dynamo hands to its backend go into the result of the function and nowhere else.
+    """Whether the tensors of the graph that dynamo hands to its backend only become part of the function's result.
 
-    Python may also store them in objects that were there before the call, or hook them.
+    Otherwise Python code after the graph stores them in objects that existed before the call, or registers hooks on them.
     """
     tx = symbolic_convert.InstructionTranslator.current_tx()
     effects = tx.output.side_effects
@@ -148,10 +148,10 @@ def only_returns() -> bool:
 
 @contextlib.contextmanager
 def following_instances() -> Iterator[None]:
-    """Let dynamo follow what instances have of their own, which that of torch 2.11 does not. Only for a holder of the compile lock.
+    """Let dynamo of torch 2.11 handle attributes of single instances, as later versions do. Only for a holder of the compile lock.
 
-    It cannot list the attributes of an object. And it has no guards on a method in the namespace of a module that is bound to something
-    else, such as an intercepted call: it would take what it captured for one module for another one of the class.
+    Dynamo of torch 2.11 cannot list the attributes of an object. Nor does it guard a bound method that is stored in the namespace of a
+    module, such as an intercepted call: it would use the capture of one module for another module of the same class.
     """
     if LISTS_ATTRIBUTES:
         yield
@@ -186,10 +186,10 @@ def following_instances() -> Iterator[None]:
 
 @contextlib.contextmanager
 def failing_on_fakes() -> Iterator[None]:
-    """Let dynamo fail with a ``TorchRuntimeError`` if an operation of the model does on fakes. Only for a holder of the compile lock.
+    """Let dynamo raise a ``TorchRuntimeError`` if an operation of the model fails on fakes. Only for a holder of the compile lock.
 
-    Dynamo does so by itself, but since torch 2.14 it loses the kind of an exception that passes a ``with`` or ``finally`` of the model: it
-    takes it for one that the model raises, runs the function as Python, and goes on with the functions in it.
+    Dynamo usually does so. But since torch 2.14 it forgets where such an error came from if the error passes a ``with`` or ``finally`` of
+    the model. Then it assumes that the model raises the error, runs the function as Python, and traces the functions that it calls.
     """
     if not hasattr(exc, "FakeTensorObservedException"):
         yield
@@ -210,12 +210,12 @@ def failing_on_fakes() -> Iterator[None]:
         yield
 
 
-#: How dynamo's message about an operation that fails on fake tensors begins.
+#: The beginning of dynamo's message about an operation that fails on fake tensors.
 _ON_FAKES = "Dynamo failed to run FX node with fake tensors"
 
 
 def why_it_ends(graph_module: torch.fx.GraphModule) -> tuple[str, list[Any]] | None:
-    """Return why dynamo ended a graph before the function did, and the stack of the place, outermost first."""
+    """Return why dynamo ended a graph before the end of the function, and the stack there, outermost first; ``None`` if it did not."""
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -224,12 +224,12 @@ def why_it_ends(graph_module: torch.fx.GraphModule) -> tuple[str, list[Any]] | N
 
 
 def frames_seen() -> int:
-    """Return how many frames dynamo has tried to compile in this process."""
+    """Return the number of frames that dynamo has tried to compile in this process."""
     return int(dynamo_counters["frames"]["total"])
 
 
 def graph_breaks_seen() -> dict[str, int]:
-    """Return how often dynamo has broken a graph or given up on a function in this process, by reason."""
+    """Return, for each reason, how often dynamo has broken a graph or given up on a function in this process."""
     return dict(dynamo_counters["graph_break"])
 
 
@@ -239,9 +239,9 @@ def compiled_entries(code: types.CodeType) -> list[types.CodeType]:
 
 
 def forget_entries(code: types.CodeType, known: Sequence[types.CodeType]) -> int:
-    """Invalidate what dynamo has compiled for a function besides ``known``, and let it compile the function again.
+    """Invalidate the compiled entries of a function, except for ``known``, and let dynamo compile the function again.
 
-    Returns the number of invalidated entries. They never run again, but still count for dynamo's limits.
+    Returns the number of invalidated entries. They never run again, but still count towards dynamo's limits.
     """
     forgotten = 0
     for entry in frame_evaluation._debug_get_cache_entry_list(code):
@@ -254,34 +254,34 @@ def forget_entries(code: types.CodeType, known: Sequence[types.CodeType]) -> int
 
 
 def allow_code(code: types.CodeType) -> None:
-    """Let dynamo compile a function again that it has given up on; compiled entries stay."""
+    """Let dynamo compile a function again after it has given up on it. Compiled entries stay."""
     default = frame_evaluation._FrameAction.DEFAULT
     frame_evaluation.set_code_exec_strategy(code, frame_evaluation._FrameExecStrategy(default, default))
 
 
 def cache_counts() -> tuple[int, int]:
-    """Return how many graphs Inductor has found in its caches on disk in this process, and how many it has not."""
+    """Return the numbers of hits and misses of Inductor's caches on disk in this process."""
     inductor, autograd = dynamo_counters["inductor"], dynamo_counters["aot_autograd"]
     hits = inductor["fxgraph_cache_hit"] + autograd["autograd_cache_hit"]
     return hits, inductor["fxgraph_cache_miss"] + inductor["fxgraph_cache_bypass"]
 
 
 def may_share(tensors: Sequence[torch.Tensor], others: Sequence[Any]) -> bool:
-    """Whether one of ``tensors`` may share memory with another, or with one of ``others``; ``False`` is certain."""
+    """Whether one of ``tensors`` may share memory with another of them, or with one of ``others``. ``False`` is certain."""
     return bool(torch._C._any_output_is_alias_to_input_or_output(tuple(others), {}, tuple(tensors)))
 
 
 @contextlib.contextmanager
 def lowering() -> Iterator[None]:
-    """Let ahead-of-time autograd make what eager autograd makes, for what is lowered in this context, in which nobody else compiles.
+    """Make ahead-of-time autograd agree with eager autograd for graphs lowered in this context. It holds the compile lock.
 
-    * Views among the results are made from sizes and strides. By default autograd calls the view functions of the graph again, for a view
-      and what was detached from it on the wrong one of two tensors: ``x.T.detach()`` beside ``x.T`` comes out as ``x``.
-    * A backward pass can be made more than once, as ``retain_graph=True`` asks for: no buffer is named as one that it may overwrite.
+    * Views among the results are built from sizes and strides. By default ahead-of-time autograd calls the view functions again. For a view
+      and its detached tensor it picks the wrong base: if both ``x.T`` and ``x.T.detach()`` are results, the second comes out as ``x``.
+    * A backward pass can run more than once, as ``retain_graph=True`` asks for: no buffer is declared as one that it may overwrite.
     * No two gradients that a backward pass returns share memory. Autograd keeps the first gradient of a parameter and adds later ones to
-      it in place; if it is a view of another gradient, both are wrong from the second backward pass on. A pass over the joint graph that
-      the user has set comes first. The tag keeps code that was compiled without this out of torch's caches.
-    * Autograd does not warn where a backward pass cannot be traced: the error says so, and is dealt with.
+      it in place. If that gradient were a view of another one, both would be wrong from the second backward pass on. A pass over the joint
+      graph that the user has set runs first. The cache tag separates this code in torch's caches from code that was compiled without it.
+    * Autograd does not warn if a backward pass cannot be traced: the caller handles the error.
     * Other threads can call compiled functions meanwhile.
     """
     compiler_config: Any = torch.compiler.config
@@ -298,15 +298,15 @@ def lowering() -> Iterator[None]:
         _without_tracebacks(),
         _tracing_unseen(),
     ):
-        symbolic_convert.TensorifyState.clear()  # which floats an earlier lowering took as constants; torch keeps them by name
+        symbolic_convert.TensorifyState.clear()  # torch keeps, by name, the floats that an earlier lowering took as constants
         yield
 
 
 @contextlib.contextmanager
 def _tracing_unseen() -> Iterator[None]:
-    """Clear the flag that a tracer of this thread sets for the process, with which compiled functions fail in all threads."""
+    """Clear the process-wide flag that an FX tracer of this thread sets: with the flag set, compiled functions fail in all threads."""
     tracer_class, thread = torch.fx.Tracer, threading.get_ident()
-    create_args = tracer_class.create_args_for_root  # what a tracer calls first once it has set the flag
+    create_args = tracer_class.create_args_for_root  # the first method that a tracer calls after it has set the flag
 
     def create_args_for_root(tracer: torch.fx.Tracer, *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() == thread:
@@ -319,20 +319,20 @@ def _tracing_unseen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """Add a filter of warnings, and remove it. ``warnings.catch_warnings`` would also put back the filters of other threads."""
+    """Suppress autograd's warning about a failed backward trace. ``warnings.catch_warnings`` would also reset filters of other threads."""
     warnings.filterwarnings("ignore", message="Error detected in .* Traceback of forward call", category=UserWarning)
     added = warnings.filters[0]
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # the list is another one, which a `catch_warnings` has put back
+        with contextlib.suppress(ValueError):  # a `catch_warnings` of another thread may have replaced the list
             cast("list[Any]", warnings.filters).remove(added)
 
 
 def _copy_shared_gradients(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx.GraphModule:
-    """Copy each gradient that shares memory with an earlier one without being the same value, a case that autograd handles.
+    """Copy each gradient that shares memory with an earlier one. (If both are the same node, autograd handles it.)
 
-    The graph of forward and backward pass returns results, then the gradients of the inputs of the forward pass, ``inputs[0]``.
+    ``joint``, forward and backward pass, returns the results, then one gradient for each of ``inputs[0]``, the inputs of the forward pass.
     """
     output = joint.graph.output_node()
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
@@ -351,13 +351,13 @@ def _copy_shared_gradients(joint: torch.fx.GraphModule, inputs: Any) -> torch.fx
     return joint
 
 
-def why_followed_in_vain(error: Exception, code: types.CodeType) -> str | None:
-    """Return what failed where dynamo traced the function with this code on fake tensors; ``None`` if ``error`` is another failure.
+def why_tracing_failed(error: Exception, code: types.CodeType) -> str | None:
+    """Return the error that the function with ``code`` raised while dynamo traced it; ``None`` if ``error`` has another origin.
 
-    If dynamo was tracing another function, a part of this one may have run as Python before.
+    If dynamo was tracing another function, a part of this one may have run as Python, so the result is ``None``.
     """
     if isinstance(error, exc.InternalTorchDynamoError) and isinstance(error.__context__, Exception):
-        error = error.__context__  # torch before 2.13 wraps an error that the function would raise
+        error = error.__context__  # before 2.13 torch wraps an error of the traced function
     followed = getattr(error, "real_stack", None)
     if not followed or (followed[0].filename, followed[0].name) != (code.co_filename, code.co_name):
         return None
@@ -370,12 +370,12 @@ def why_followed_in_vain(error: Exception, code: types.CodeType) -> str | None:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{where}"
 
 
-#: Dynamo's message about an operation that fails on fake tensors, with the ``repr`` of the error, and perhaps itself in a ``repr``.
+#: Dynamo's message about an operation that fails on fake tensors. It contains the ``repr`` of the error, and may be in a ``repr`` itself.
 _FAILED_ON_FAKES = re.compile(r"""got (?P<kind>\w+)\((?P<quote>['"])(?P<message>.*?)(?P=quote),?\)(?:['"]\))?$""", re.MULTILINE)
 
 
 def generated_code_in(function: Callable[..., Any]) -> Any:
-    """Return Inductor's ``CompiledFxGraph`` behind ``function``; ``None`` if there is not exactly one, or code of others is in between."""
+    """Return the one ``CompiledFxGraph`` of Inductor in ``function``, under wrappers of torch alone; ``None`` if there is not one."""
     inductor: Any = sys.modules.get("torch._inductor.output_code")
     if inductor is None:
         return None
@@ -392,19 +392,19 @@ def generated_code_in(function: Callable[..., Any]) -> Any:
         elif isinstance(item, types.FunctionType) and item.__globals__.get("__name__", "").startswith("torch."):
             cells = item.__closure__ or ()
             pending += [cell.cell_contents for cell in cells if is_bound(cell)]
-        elif type(item).__name__ == "SerializableCompiledFunction":  # what autograd's cache of compiled functions can hold
+        elif type(item).__name__ == "SerializableCompiledFunction":  # an entry of autograd's cache of compiled functions
             pending.append(item.compiled_fn)
     return next(iter(found.values())) if len(found) == 1 else None
 
 
 def variables_of_wrapper(function: Any) -> dict[str, types.CellType]:
-    """Return the closure of the wrapper that ``torch.compile`` has put around a function: its cells by name."""
+    """Return the closure cells, by name, of the wrapper that ``torch.compile`` has put around a function."""
     code = getattr(function, "__code__", None)
     return {} if code is None else dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
 
 
 def options_of_compiled(module: torch.nn.Module) -> tuple[torch.nn.Module, dict[str, Any]]:
-    """Return the module behind ``torch.compile(module)`` or ``module.compile()``, and the options that were given."""
+    """Return the original module of ``torch.compile(module)`` or ``module.compile()``, and the options of that call."""
     if isinstance(module, eval_frame.OptimizedModule):
         return module._orig_mod, _options_of_context(module.dynamo_ctx)
     for cell in variables_of_wrapper(module._compiled_call_impl).values():

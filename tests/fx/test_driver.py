@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_compile_may_be_chosen_for_each_trace() -> None:
 def test_unknown_options() -> None:
     with pytest.raises(TypeError, match=r"unknown options \['backnd'\]"):
         NNsight(Net(), compile={"backnd": "eager"})
-    with pytest.raises(TypeError, match="`regions` is True or False, not 'yes'"):
+    with pytest.raises(TypeError, match="`regions` must be True or False, not 'yes'"):
         NNsight(Net(), compile={"regions": "yes"})
     with pytest.raises(Exception, match="nonsense"):
         with NNsight(Net(), compile={"backend": "nonsense"}).trace(X):
@@ -249,19 +250,37 @@ def test_a_backend_that_fails_changes_no_result() -> None:
     assert [warning.filename for warning in said] == [__file__]
 
 
-def test_an_edit_behind_a_dropout_reaches_what_the_dropout_was_given() -> None:
-    """Outside of training a dropout returns its input itself, so the edit is in both, compiled too."""
+class UndroppedDropout(torch.nn.Module):
+    def __init__(self, call: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.call(x)
+
+
+@pytest.mark.parametrize(
+    "dropout",
+    [
+        torch.nn.Dropout(0.5).eval(),
+        torch.nn.Dropout(0.0),
+        UndroppedDropout(lambda x: torch.dropout(x, 0.5, False)),
+        UndroppedDropout(lambda x: torch.dropout(x, p=0.0, train=True)),
+    ],
+)
+def test_an_edit_behind_a_dropout_reaches_what_the_dropout_was_given(dropout: torch.nn.Module) -> None:
+    """A dropout that drops nothing returns its input itself, so the edit is in both, compiled too."""
 
     class Residual(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.dropout = torch.nn.Dropout(0.5)
+            self.dropout = dropout
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             hidden = x * 2
             return hidden + self.dropout(hidden)
 
-    net = Residual().eval()
+    net = Residual()
     x = torch.ones(2, 4)
     for backend in ("eager", "aot_eager"):
         model = NNsight(net, compile={"backend": backend})

@@ -124,3 +124,24 @@ def test_a_product_with_a_parameter_is_edited_in_place_and_stays_compiled() -> N
         torch.testing.assert_close(out, moved)
         for found, one in zip(torch.autograd.grad(out.sum(), [module.weight, probe]), wanted, strict=True):
             torch.testing.assert_close(found, one)
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_block_sees_the_weight_that_an_embedding_scales(kind: Any, grad: bool) -> None:
+    """With ``max_norm`` an embedding edits its weight in place: blocks read it before and after, as an eager trace does."""
+    found = []
+    for compile in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(kind(5, 4, max_norm=0.5), torch.nn.Linear(4, 4))
+        model = NNsight(net, compile={"backend": "aot_eager"})
+        with torch.set_grad_enabled(grad), model.trace(torch.tensor([[0, 1], [2, 3]]), compile=compile) as tracer:
+            model[0].input  # noqa: B018 - the block waits for it
+            before = (net[0].weight * 1.0).save()
+            hidden = model[0].output
+            after = (net[0].weight * 1.0).save()
+            out = (model.output + hidden.sum()).save()
+        assert not tracer.report.notes and not tracer.report.breaks and not torch.equal(before, after)
+        found.append((before, after, out))
+    for expected, actual in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=0.0, atol=0.0)

@@ -82,7 +82,7 @@ def test_a_block_returns_values_of_the_graph(net: torch.nn.Sequential) -> None:
     x, hidden, out = fx.lower(spliced, recorded, backend="eager")(*spliced.arguments(recorded.inputs))
     assert x is X and torch.equal(hidden, net[0](X)) and torch.equal(out, net(X))
     for foreign in (3, torch.ones(2)):
-        with pytest.raises(TypeError, match="no value of the graph"):
+        with pytest.raises(TypeError, match="neither a value of the graph"):
             fx.record(captured, lambda values, foreign=foreign: foreign)
 
 

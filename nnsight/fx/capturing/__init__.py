@@ -1,1 +1,1 @@
-"""Capture: what dynamo makes of a model, with the locations of its modules marked in the graph."""
+"""Capturing: dynamo turns a call of a model into a graph, in which taps mark the locations of its modules."""

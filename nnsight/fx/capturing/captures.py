@@ -1,16 +1,16 @@
-"""The captures of a model: why, how often, and whether one captured graph is a whole call.
+"""The captures of a model: why it is captured, how often, and whether one captured graph is a whole call.
 
-Dynamo captures again whenever a guard fails: grad mode, sizes, flags. Its own limit is eight captures of one function, after which it runs
-the function as Python. That is few for a notebook, so the limit is our own (:data:`MAX_CAPTURES`), and each capture has a reason
-(:mod:`~nnsight.fx.capturing.reasons`).
+Dynamo captures again whenever a guard fails, on grad mode, sizes or flags for example. After eight captures of one function it runs the
+function as Python. That limit is too low for a notebook. So this package has a limit of its own (:data:`MAX_CAPTURES`), and gives a reason
+for each capture (:mod:`~nnsight.fx.capturing.reasons`).
 
-Intercepting the calls of modules costs as much as the rest of a call of a small model. A call with no waiting block, such as a replay, does
-without it if it runs one captured graph and nothing else: dynamo has compiled code for the arguments, each of its captures was a whole
-call, and it has not given up on the model. It gives up only in calls that may compile, so each of those is watched.
+Intercepting the calls of modules costs as much as the rest of a call of a small model. A call in which no block waits, such as a replay,
+omits it if the call runs one captured graph and nothing else: dynamo has compiled code for the arguments, each of its captures was a
+whole call, and it has not given up on the model. Dynamo gives up only in calls that may compile, so each of those is watched.
 
 A call may fail while dynamo traces it (a string instead of a tensor, a hook that raises). Dynamo then compiles the function around the
-model, without a guard, to call the model as Python, and all later calls would run that. Or it marks the code of a function, which all
-modules of a class share, to run as Python. Both are undone.
+model into code that calls the model as Python. This code has no guards, so all later calls would run it. Or dynamo marks the code of a
+function, which all modules of a class share, to run as Python. Both are undone.
 """
 
 from __future__ import annotations
@@ -29,41 +29,41 @@ from ...runtime.report import Capture
 from .. import progress
 from ..counters import counters
 from ..torch_compat import allow_code, compiled_entries, forget_entries, frames_seen, graph_breaks_seen
-from .dynamo import Missed, capturing, left_uncompiled
+from .dynamo import CacheMiss, capturing, left_uncompiled
 from .reasons import REMEDIES, Situation, reason_of
 
 logger = logging.getLogger("nnsight.fx")
 
-#: How often a model is captured before further kinds of calls run uncompiled; ``compile(max_captures=...)`` chooses another number.
+#: The number of captures of a model after which calls that need another one run uncompiled; ``compile(max_captures=...)`` changes it.
 MAX_CAPTURES = 256
 
-#: After so many captures a line is logged, once for a model.
+#: The number of captures after which a warning is logged, once for a model.
 MANY_CAPTURES = 16
 
-#: Dynamo's name for code behind a break of the graph.
+#: The prefix of dynamo's names for code after a graph break.
 _RESUMED = "torch_dynamo_resume_in_"
 
 
 class TooManyCapturesError(RuntimeError):
-    """A call needs one capture more than ``compile(max_captures=...)`` allows, and may not run uncompiled (``fullgraph=True``)."""
+    """A call needs more captures than ``compile(max_captures=...)`` allows, and must not run uncompiled (``fullgraph=True``)."""
 
 
 class Captures:
     """The captures of one compiled function.
 
     Args:
-        code: Of the function.
-        first: Why it is captured for the first time.
-        limit: How often it may be captured.
-        alike: The most modules that share the code of a ``forward``: behind a break, each may be captured as often.
+        code: The code object of the function.
+        first: The reason for its first capture.
+        limit: The largest number of captures.
+        alike: The largest number of modules with one ``forward``. After a graph break, each of them may be captured ``limit`` times.
         fullgraph: Whether it is an error to run a call uncompiled.
         parameters: Names of the parameters of the model's ``forward``.
 
     Attributes:
-        uncompiled: Why a call that dynamo did not capture runs uncompiled, and the remedy; ``None`` if there was none.
+        uncompiled: Why a call that dynamo did not capture runs uncompiled, and the remedy; ``None`` if there was no such call.
         count: The number of captures.
-        whole: How many of them were of a whole call.
-        forgotten: The number of entries of failed calls that were invalidated; they count for dynamo's limits.
+        whole: The number of captures of a whole call.
+        forgotten: The number of invalidated entries of failed calls. They still count towards dynamo's limits.
         suffice: Whether a call for which dynamo has compiled code runs one captured graph and nothing else.
     """
 
@@ -79,7 +79,7 @@ class Captures:
         self.uncompiled: tuple[str, str] | None = None
         self._code, self._first, self._parameters = code, first or Capture("the first call"), parameters
         self._limit, self._alike, self._fullgraph = limit, alike, fullgraph
-        self._given: list[frozenset[str]] = []  # names of the arguments, of captures of a whole call
+        self._given: list[frozenset[str]] = []  # names of the arguments of each captured call
         self._kinds: Counter[str] = Counter()
         self.count = 0
         self.whole = 0
@@ -91,13 +91,13 @@ class Captures:
         self._lock = threading.Lock()
         self._here = threading.local()
 
-    def around(self, missed: Missed, capture: Callable[[], Any]) -> Any:
-        """Let dynamo capture a call, or run it uncompiled if there are too many captures; see :func:`~.dynamo.watch_captures`."""
-        is_function = missed.code is self._code
-        situation = Situation(missed.variables, self._parameters, self._given)
-        self._here.reason = reason = self._reason(missed, situation, is_function)
-        if len(missed.entries) >= self._limit * (1 if is_function else self._alike):
-            return self._refuse(reason, len(missed.entries))
+    def around(self, miss: CacheMiss, capture: Callable[[], Any]) -> Any:
+        """Let dynamo capture a call, or run it uncompiled if the limit is reached; see :func:`~.dynamo.watch_captures`."""
+        is_function = miss.code is self._code
+        situation = Situation(miss.variables, self._parameters, self._given)
+        self._here.reason = reason = self._reason(miss, situation, is_function)
+        if len(miss.entries) >= self._limit * (1 if is_function else self._alike):
+            return self._refuse(reason, len(miss.entries))
         breaks = graph_breaks_seen() if is_function else {}
         with progress.step("capturing"), capturing():
             result = capture()
@@ -108,21 +108,22 @@ class Captures:
                 self._given.append(situation.given())
         return result
 
-    def _reason(self, missed: Missed, situation: Situation, is_function: bool) -> Capture:
-        if missed.entries:
-            return reason_of(missed.failed_guards(), situation)
+    def _reason(self, miss: CacheMiss, situation: Situation, is_function: bool) -> Capture:
+        if miss.entries:
+            return reason_of(miss.failed_guards(), situation)
         if is_function:
-            return Capture("torch has forgotten what it captured", "model") if self.whole else self._first
-        name = missed.code.co_qualname
+            return Capture("torch has dropped its earlier captures", "model") if self.whole else self._first
+        name = miss.code.co_qualname
         if _RESUMED in name:
-            return Capture("the model goes on behind a break of its graph", "break")
-        return Capture(f"the first call of `{name}`, behind a break of the graph", "break")
+            return Capture("the model continues after a graph break", "break")
+        return Capture(f"the first call of `{name}`, after a graph break", "break")
 
     def _refuse(self, reason: Capture, count: int) -> Any:
         remedy = f"{REMEDIES.get(reason.kind, '')} Or allow more captures: `compile(max_captures={4 * count})`.".strip()
-        self.uncompiled = (f"it has been captured {count} times, which is the limit, and none fits: {reason}", remedy)
+        why = f"the model has been captured {count} times, which is the limit, and no capture fits this call: {reason}"
+        self.uncompiled = (why, remedy)
         if self._fullgraph:
-            raise TooManyCapturesError(f"This call cannot run compiled: {self.uncompiled[0]}. {remedy}")
+            raise TooManyCapturesError(f"This call cannot run compiled: {why}. {remedy}")
         self.give_up()
         return left_uncompiled()
 
@@ -133,7 +134,7 @@ class Captures:
         self.uncompiled = (why, remedy)
 
     def add(self, is_whole: bool, is_symbolic: bool) -> Capture:
-        """Count a capture, perhaps of a whole call or with symbolic sizes, and return why it was made."""
+        """Count a capture, and return its reason. ``is_symbolic`` is whether the captured graph has symbolic sizes."""
         reason: Capture = getattr(self._here, "reason", self._first)
         if reason.kind == "size" and is_symbolic and "->" in reason.reason:
             reason = Capture(f"{reason}, sizes are symbolic from here on", reason.kind, reason.guard)
@@ -152,38 +153,38 @@ class Captures:
         self._kinds[reason.kind] += 1
         if self._kinds.total() == MANY_CAPTURES * self._alike:
             ((kind, times),) = self._kinds.most_common(1)
-            text = "a model has been captured %d times, most often (%d) for the kind of reason %r, the last time because %s. %s"
-            logger.warning(text, self.count, times, kind, reason, REMEDIES.get(kind, ""))
+            text = "a model has been captured %d times. The most frequent kind of reason is %r (%d times), the latest reason: %s. %s"
+            logger.warning(text, self.count, kind, times, reason, REMEDIES.get(kind, ""))
 
     def give_up(self) -> None:
-        """Let captures suffice never again."""
+        """Keep ``suffice`` at ``False`` from now on, so that every call intercepts the modules."""
         self._may_suffice = self.suffice = False
 
     def note_start(self) -> None:
-        """Note that a call of the model begins, in this thread."""
+        """Note that a call of the model begins in this thread."""
         self._here.whole = None
 
     def note_dispatch(self, is_whole: bool) -> None:
-        """Note that a captured graph is called, and whether it was captured of a whole call."""
+        """Note that a captured graph is called in this thread, and whether it is a whole call."""
         self._here.whole = is_whole
         if self._watched:
             self._here.dispatched = True
 
     @property
     def ran_nothing(self) -> bool:
-        """Whether no graph was called in this thread since a call began."""
+        """Whether no captured graph was called in this thread since the last :meth:`note_start`."""
         return getattr(self._here, "whole", False) is None
 
     @property
     def ran_whole(self) -> bool:
-        """Whether the last graph that was called in this thread since a call began was a whole call."""
+        """Whether a captured graph was called in this thread since the last :meth:`note_start`, and the latest one is a whole call."""
         return bool(getattr(self._here, "whole", False))
 
     @contextlib.contextmanager
     def undone_if_it_fails(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """If the call within raises an error, undo what dynamo has compiled for it, also of the ``modules`` of the model.
+        """If the call in this context fails, invalidate the code that dynamo compiled for it, and let dynamo compile all ``modules`` again.
 
-        Captures of a whole call stay: dynamo had finished with the model, and something else has failed.
+        If the call made a capture of a whole call, nothing is undone: dynamo had finished with the model, and something else failed.
         """
         seen, whole = frames_seen(), self.whole
         known = compiled_entries(self._code) if self.count else ()
@@ -199,7 +200,7 @@ class Captures:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch a call that may compile."""
+        """Set ``suffice`` after the call in this context, which may compile: did it succeed, run a graph, and overlap no other?"""
         if not self._may_suffice:
             yield
             return

@@ -1,10 +1,8 @@
 """A captured graph: dynamo's graph for one model and one set of guards, with its taps and the tree of programs recorded on it.
 
-Dynamo keeps using its own graph module after the backend has returned, so this is a copy.
-
 A captured graph may switch modes: grad mode, autocast, inference mode. The switches are calls in the graph. A block between two of them
-computes in the model's autocast, and has a grad mode of its own. Where the graph is cut between them, the piece before the cut leaves the
-modes and the piece behind it enters them again.
+computes in the model's autocast, but has its own grad mode. If the graph is cut between them, the piece before the cut leaves the modes,
+and the next piece enters them again.
 """
 
 from __future__ import annotations
@@ -39,19 +37,19 @@ _LEAVING = {
 
 
 @dataclass(frozen=True)
-class Switched:
-    """Modes that a graph has switched up to some node.
+class SwitchedModes:
+    """The modes that a graph has switched before some node.
 
     Attributes:
-        grad: The grad mode it has set; ``None`` if it has set none.
-        entered: The nodes that entered a mode that is still on, in order.
+        grad: The grad mode that the graph has set; ``None`` if it has set none.
+        entered: The nodes that entered a mode that is still active, in order.
     """
 
     grad: bool | None = None
     entered: tuple[torch.fx.Node, ...] = ()
 
     def leave(self, graph: torch.fx.Graph, env: dict[torch.fx.Node, Any], grad: bool) -> None:
-        """Write calls to ``graph`` that leave these modes; ``grad`` is the grad mode outside of the graph."""
+        """Add calls to ``graph`` that leave these modes. ``grad`` is the grad mode outside of the graph."""
         for node in reversed(self.entered):
             leave = next(leave for leave, enter in _LEAVING.items() if enter is node.target)
             graph.call_function(leave, (env[node],))
@@ -59,7 +57,7 @@ class Switched:
             graph.call_function(torch._C._set_grad_enabled, (grad,))
 
     def enter(self, graph: torch.fx.Graph, env: dict[torch.fx.Node, Any], grad: bool) -> None:
-        """Write calls to ``graph`` that enter these modes."""
+        """Add calls to ``graph`` that enter these modes, and store their nodes in ``env`` for :meth:`leave`."""
         for node in self.entered:
             env[node] = graph.node_copy(node)
         if self.grad is not None and self.grad != grad:
@@ -74,22 +72,22 @@ class Switched:
         return stack
 
 
-def switched_at(nodes: Sequence[torch.fx.Node], wanted: set[torch.fx.Node]) -> dict[torch.fx.Node, Switched]:
-    """Return the modes that the graph with ``nodes`` has switched before each of ``wanted``, where it has switched any."""
-    found: dict[torch.fx.Node, Switched] = {}
-    now = Switched()
+def switched_at(nodes: Sequence[torch.fx.Node], wanted: set[torch.fx.Node]) -> dict[torch.fx.Node, SwitchedModes]:
+    """Return the modes that the graph with ``nodes`` has switched before each of ``wanted``; nodes without switches are left out."""
+    found: dict[torch.fx.Node, SwitchedModes] = {}
+    now = SwitchedModes()
     for node in nodes:
         if node in wanted:
-            if now != Switched():
+            if now != SwitchedModes():
                 found[node] = now
         elif node.op != "call_function":
             continue
         elif node.target is torch._C._set_grad_enabled:
-            now = Switched(bool(node.args[0]), now.entered)
+            now = SwitchedModes(bool(node.args[0]), now.entered)
         elif node.target in _ENTERING:
-            now = Switched(now.grad, (*now.entered, node))
+            now = SwitchedModes(now.grad, (*now.entered, node))
         elif node.target in _LEAVING:
-            now = Switched(now.grad, tuple(entered for entered in now.entered if entered is not node.args[0]))
+            now = SwitchedModes(now.grad, tuple(entered for entered in now.entered if entered is not node.args[0]))
     return found
 
 
@@ -107,9 +105,9 @@ class Tap:
         index: Number of the tap, in graph order.
         location: The location it marks.
         node: The tap's node.
-        leaves: Leaves of the value: a node for each tensor (and symbolic number), else the constant.
-        structure: How the leaves nest.
-        outputs: For each tensor leaf, the nodes that take it out of the tap.
+        leaves: Leaves of the value: a node for each tensor or symbolic number, else the constant.
+        structure: ``TreeSpec`` of the value.
+        outputs: For each tensor leaf, by number, the nodes that extract it from the tap.
     """
 
     index: int
@@ -121,7 +119,7 @@ class Tap:
 
     @cached_property
     def is_single(self) -> bool:
-        """Whether the value is one leaf, not in a container."""
+        """Whether the value is one leaf, without a container."""
         return self.structure.is_leaf()
 
     @cached_property
@@ -138,26 +136,26 @@ class CapturedGraph:
     """A captured graph with its taps and the programs known for it.
 
     Args:
-        graph_module: Dynamo's; copied.
-        backend: Lowers the plain and the spliced graphs.
-        regions: Keeps lowered regions; ``None`` lowers graphs as a whole.
+        graph_module: The graph module that dynamo passed to the backend. It is copied, because dynamo uses it later.
+        backend: Lowers the plain graph and the spliced graphs.
+        regions: Keeps lowered regions; with ``None`` graphs are lowered as a whole.
         background: Whether whole graphs are lowered in the background.
         is_whole: Whether a call of the model is one call of this graph, without other graphs and Python around it.
-        only_output: Whether it is whole, and its tensors go into the result of the model and nowhere else.
+        only_output: Whether ``is_whole``, and the tensors of the graph only become part of the model's result.
 
     Attributes:
-        each_size: Whether it is lowered for each combination of sizes by itself, because the backend could not for all of them.
-        has_subclasses: Whether it is called with tensors of subclasses, such as quantised weights, that do some operations their own way.
-        compares_tensors: Whether the model asks whether two tensors are one object, and was captured with the answer.
+        each_size: Whether each combination of sizes is lowered separately, because the backend failed on symbolic sizes.
+        has_subclasses: Whether inputs are tensors of wrapper subclasses, such as quantised weights, which may override operations.
+        compares_tensors: Whether the model tests whether two tensors are the same object. The graph contains the answer.
         passed: The locations of the taps, in their order.
-        tap_number: Number of the tap, for each tap's node.
-        tapped: For each node that extracts a tensor from a tap: number of the tap and of the leaf.
-        identities: For each node that returns its argument itself, the argument. A backend would lower such a call to a copy, and an
-            edit of one in place would not show in the other, as it does in the eager model.
-        switched: The modes that the graph has switched before a tap, where it has switched any.
-        symbols: The symbolic sizes: position of an input that is that size, and its symbol.
+        tap_number: For each node of a tap, the number of the tap.
+        tapped: For each node that extracts a tensor from a tap, the numbers of the tap and of the leaf.
+        identities: For each node that returns its argument itself, the argument. A backend would lower such a call to a copy. Then an
+            in-place edit of one would not change the other, as it does in the eager model.
+        switched: For each tap, the modes that the graph has switched before it. Taps without switches are left out.
+        symbols: For each symbolic size, the position of an input that is this size, and its symbol.
         lock: Held while variants are made.
-        fake_mode: Mode of all fakes that blocks see. It is not thread-safe: its fakes are used under ``fake_lock`` only.
+        fake_mode: Mode of all fakes that blocks see. It is not thread-safe: its fakes are only used under ``fake_lock``.
     """
 
     def __init__(
@@ -193,7 +191,7 @@ class CapturedGraph:
         self.passed = [made.location for made in self.taps]
         self.locations = frozenset(self.passed)
         self.identities = {node: source for node in self.nodes if (source := _passed_on(node)) is not None}
-        self.switched: dict[torch.fx.Node, Switched] = switched_at(self.nodes, set(self.tap_number))
+        self.switched: dict[torch.fx.Node, SwitchedModes] = switched_at(self.nodes, set(self.tap_number))
         self.symbols: list[tuple[int, Any]] = []
         for index, node in enumerate(self.placeholders):
             example = node.meta.get("example_value")
@@ -203,14 +201,14 @@ class CapturedGraph:
         self.has_subclasses = any(is_traceable_wrapper_subclass(node.meta.get("example_value")) for node in self.placeholders)
         self.cuts: set[Break] = set()
         self.start = State()
-        self.whole: Any = None  # the uncut graph as a piece, made by its first recording
+        self.whole: Any = None  # the uncut graph as a piece; its first recording makes it
         self._edits: dict[Piece, list[tuple[int, frozenset[int]]]] = {}
         self.fake_mode = FakeTensorMode()
         self.lock = threading.RLock()
         self.fake_lock = threading.RLock()
         self._fakes: dict[tuple[torch.fx.Node, tuple[int, ...]], torch.Tensor] = {}
         self._stand_ins: dict[tuple[int, ...], list[Any]] = {}
-        #: Whether nothing but the model's output is lost if stand-ins are returned instead of what the graph computes.
+        #: Whether the graph may return stand-ins in a run in which nothing uses the model's output.
         self.may_stand_in = only_output and all(map(self._has_stand_in, self.outputs))
 
     def _add_tap(self, node: torch.fx.Node) -> None:
@@ -227,17 +225,17 @@ class CapturedGraph:
 
     @cached_property
     def last_work(self) -> int:
-        """Number of the last node that is more than a tap, or what is taken out of one: behind it the model computes nothing."""
+        """Number of the last node that computes something. Only taps, the nodes that extract their tensors, and the output follow."""
         works = (number for number, node in enumerate(self.nodes) if not (node in self.tap_number or node in self.tapped))
         return max((number for number in works if self.nodes[number] is not self.output_node), default=-1)
 
     @cached_property
     def memory(self) -> Memory:
-        """Which nodes may share memory."""
+        """Alias analysis of the graph."""
         return Memory(self.graph_module.graph)
 
     def edits_in(self, piece: Piece) -> list[tuple[int, frozenset[int]]]:
-        """Return the calls of the model that may edit inputs of ``piece`` in place: the number of each, and the positions of the inputs."""
+        """Return the model's calls that may edit inputs of ``piece`` in place: their numbers, and the positions of these inputs."""
         edits = self._edits.get(piece)
         if edits is None:
             nodes = self.nodes[piece.start :]
@@ -258,11 +256,11 @@ class CapturedGraph:
         return self.taps[tap].leaves[leaf]
 
     def binding(self, inputs: tuple[Any, ...]) -> tuple[int, ...]:
-        """Return the sizes that the graph's symbols have for these inputs."""
+        """Return the value of each symbol of the graph for these inputs."""
         return tuple(int(inputs[index]) for index, _ in self.symbols)
 
     def concrete(self, number: Any, binding: tuple[int, ...]) -> Any:
-        """Return the plain number that a symbolic one is under ``binding``."""
+        """Return the plain number for ``number``, which may be symbolic, under ``binding``."""
         if not isinstance(number, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             return number
         values = {symbol: value for (_, symbol), value in zip(self.symbols, binding, strict=True)}
@@ -271,7 +269,7 @@ class CapturedGraph:
         return kind(expression)
 
     def fake(self, node: torch.fx.Node, binding: tuple[int, ...]) -> torch.Tensor:
-        """Return a fake tensor like the value of ``node``, with plain sizes and without gradient."""
+        """Return a fake tensor with the metadata of ``node``'s value, with plain sizes, that requires no gradient."""
         key = (node, binding)
         found = self._fakes.get(key)
         if found is None:
@@ -286,7 +284,7 @@ class CapturedGraph:
         return found
 
     def stand_ins(self, binding: tuple[int, ...]) -> list[Any]:
-        """Return tensors like the outputs, without memory of their own, for a run in which nobody sees the outputs."""
+        """Return tensors with the metadata of the outputs, each with one element of memory, for a run in which nothing uses them."""
         found = self._stand_ins.get(binding)
         if found is None:
             if len(self._stand_ins) > 64:
@@ -324,11 +322,18 @@ class CapturedGraph:
         return leaf
 
 
+#: Dropout functions with the names of their parameters.
+_DROPOUTS: dict[Any, tuple[str, ...]] = {
+    torch.nn.functional.dropout: ("input", "p", "training", "inplace"),
+    torch.dropout: ("input", "p", "training"),
+}
+
+
 def _passed_on(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the argument that ``node`` returns unchanged and uncopied, if it does: dropout outside of training."""
-    if node.op != "call_function" or node.target is not torch.nn.functional.dropout:
+    """Return the argument if ``node`` returns it unchanged and uncopied, as dropout does outside of training or with ``p=0``."""
+    if node.op != "call_function" or node.target not in _DROPOUTS:
         return None
-    names = ("input", "p", "training", "inplace")
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    source = given.get("input")
-    return source if given.get("training", True) is False and isinstance(source, torch.fx.Node) else None
+    given = {**dict(zip(_DROPOUTS[node.target], node.args, strict=False)), **node.kwargs}
+    source, p = given.get("input"), given.get("p")
+    drops_nothing = (type(p) in (int, float) and p == 0) or given.get("training", given.get("train", True)) is False
+    return source if drops_nothing and isinstance(source, torch.fx.Node) else None

@@ -1,8 +1,8 @@
 """Graphs nested in a captured graph: activation checkpoints, and nested compile regions of the model.
 
-Dynamo captures such a part of the model as a graph of its own, which an operator calls. A program knows one list of nodes and could not
-reach the taps inside. So the nodes are written into the outer graph. Those of a checkpoint get the tags that the operator would give them,
-by which ahead-of-time autograd computes them again in the backward pass.
+Dynamo captures such a part of the model as a separate graph, and an operator calls it. A program knows one list of nodes, and could not
+reach the taps in the nested graph. So its nodes are inlined into the outer graph. The nodes of a checkpoint get the tags that the operator
+would give them. With these tags, ahead-of-time autograd computes the nodes again in the backward pass.
 
 Operators that may call a graph any number of times, such as loops and branches, stay as they are.
 """
@@ -20,24 +20,24 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .taps import tap
 
-#: Operators that call their first argument, a graph, once, with the position of the graph's first input among their arguments.
+#: Operators that call a graph, their first argument, once; and the position of the graph's first input among their arguments.
 _FIRST_INPUT = {"tag_activation_checkpoint": 1, "invoke_subgraph": 2}
 
 _checkpoints = itertools.count()
 
 
 def unnest(graph_module: torch.fx.GraphModule) -> None:
-    """Write the graphs with taps that operators of ``graph_module`` call once into the graph itself."""
+    """Inline the nested graphs that contain taps and that an operator of ``graph_module`` calls once."""
     calls = [node for node in graph_module.graph.nodes if _is_called_once(graph_module, node)]
     for node in calls:
-        _write_out(graph_module, node)
+        _inline(graph_module, node)
     if calls:
         graph_module.graph.lint()
         graph_module.recompile()
 
 
 def _is_called_once(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> bool:
-    """Whether ``node`` calls once a graph with taps in it."""
+    """Whether ``node`` is an operator that calls a graph with taps once."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator) or node.target.name() not in _FIRST_INPUT:
         return False
     function: Any = node.args[0] if node.args else None
@@ -48,8 +48,8 @@ def _is_called_once(graph_module: torch.fx.GraphModule, node: torch.fx.Node) -> 
     return is_graph and any(inner.target is tap or _is_called_once(body, inner) for inner in body.graph.nodes)
 
 
-def _write_out(graph_module: torch.fx.GraphModule, call: Any) -> None:
-    """Replace ``call`` by the nodes of the graph it calls."""
+def _inline(graph_module: torch.fx.GraphModule, call: Any) -> None:
+    """Replace ``call`` by the nodes of the graph that it calls."""
     graph, function = graph_module.graph, call.args[0]
     body = copy.deepcopy(getattr(graph_module, function.target))  # two calls may share it
     unnest(body)
@@ -76,7 +76,7 @@ def _write_out(graph_module: torch.fx.GraphModule, call: Any) -> None:
 
 
 def _add(graph_module: torch.fx.GraphModule, name: str, value: Any) -> str:
-    """Give ``graph_module`` an attribute; return its name, which begins with ``name``."""
+    """Add ``value`` to ``graph_module`` as a new attribute. Its name begins with ``name``, and is returned."""
     stem, number = name.replace(".", "_"), 0
     name = stem
     while hasattr(graph_module, name):

@@ -1,9 +1,9 @@
 """Why a model is captured again, in words.
 
-Dynamo captures a call if one *guard* of each earlier capture fails, such as ``GLOBAL_STATE changed: grad_mode`` or
-``tensor 'kwargs['input_ids']' size mismatch at index 1. expected 3, actual 12``. Here such a guard becomes a sentence about the call:
-"gradients are enabled now", "another length of prompt: 3 -> 12". The reason is the guard of the nearest capture: the one with most guards
-that hold before the failing one. A guard of an unknown kind is shown as dynamo writes it, shortened.
+Dynamo captures a call if a *guard* of each earlier capture fails, such as ``GLOBAL_STATE changed: grad_mode`` or
+``tensor 'kwargs['input_ids']' size mismatch at index 1. expected 3, actual 12``. This module translates such a guard into a statement about
+the call: "gradients are enabled now", "another length of prompt: 3 -> 12". The reason is the failing guard of the nearest capture, in which
+most guards hold before one fails. A guard of an unknown kind is shown as dynamo writes it, shortened.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from ...runtime.modules.interception import INTERCEPTED_METHOD
 from ...runtime.report import Capture
 
-#: Arguments whose dimensions are rows and tokens, in the models of transformers.
+#: Arguments whose first two dimensions are rows and tokens, in the models of transformers.
 _TOKENS = frozenset(
     "input_ids attention_mask position_ids token_type_ids inputs_embeds labels decoder_input_ids decoder_attention_mask".split()
 )
 
-#: What to do about a kind of reason that is frequent.
+#: The remedy for each kind of reason.
 REMEDIES = {
     "torch": "Run all traces with gradients, or all under `torch.no_grad()`.",
-    "model": "Let the model stay as it is between traces: in train or eval mode, with the same hooks and attributes.",
+    "model": "Do not change the model between traces: keep its train or eval mode, hooks and attributes.",
     "arguments": "Give the same arguments in all calls.",
     "type": "Give tensors of one dtype, on one device.",
     "value": "Give the same value in all calls, or a tensor: numbers, strings and flags are constants of a capture.",
-    "cache": "Give a key-value cache of one kind, empty or with tokens in it.",
-    "size": "Have sizes symbolic from the start, `model.compile(dynamic=True)`, or pad inputs to a few fixed sizes.",
+    "cache": "Give a key-value cache of one kind: always empty, or always with tokens in it.",
+    "size": "Make sizes symbolic from the start with `model.compile(dynamic=True)`, or pad inputs to a few fixed sizes.",
 }
 
 _SIZE = re.compile(r"tensor '(.+)' (size|stride) mismatch at index (\d+)\. expected (-?\d+), actual (-?\d+)")
@@ -44,7 +44,7 @@ _CHECKED = re.compile(r"___(?:dict_version|check_\w+)\((.+?), ")  # a guard on t
 _ARGUMENT = re.compile(r"kwargs\['(\w+)'\](.*)|args\[(\d+)\](.*)")
 _CHILD = re.compile(r"\._modules\['([^']+)'\]")
 _PLAIN = (bool, int, float, str, type(None))
-_CACHE = re.compile(r"(past_key_values|cache_params|cache)\b")  # one argument under the names of several releases
+_CACHE = re.compile(r"(past_key_values|cache_params|cache)\b")  # names of the same argument in different models and releases
 _LONGEST = 120
 
 
@@ -52,9 +52,9 @@ class Situation(NamedTuple):
     """A call that is about to be captured.
 
     Attributes:
-        variables: The arguments of the function that dynamo compiles, by name.
+        variables: The arguments, by name, of the function that dynamo compiles.
         parameters: Names of the parameters of the model's ``forward``, in order.
-        known: Names of the arguments of each earlier captured call, the latest last.
+        known: For each earlier captured call, the names of its arguments; the latest call comes last.
     """
 
     variables: Mapping[str, Any]
@@ -62,12 +62,12 @@ class Situation(NamedTuple):
     known: Sequence[frozenset[str]] = ()
 
     def given(self) -> frozenset[str]:
-        """Return the names of the arguments that are given in this call."""
+        """Return the names of the arguments of this call."""
         positions = range(len(self.variables.get("args", ())))
         return frozenset((*(self.name(f"args[{number}]") for number in positions), *self.variables.get("kwargs", ())))
 
     def name(self, source: str) -> str:
-        """Return the user's name for what dynamo calls ``source``."""
+        """Return the user's name for a value that dynamo names ``source``."""
         found = _ARGUMENT.fullmatch(source)
         if found is None:
             return _CHILD.sub(r".\1", source).replace("the_model", "model", 1)
@@ -78,17 +78,17 @@ class Situation(NamedTuple):
         return first + found[4]
 
     def value(self, source: str) -> Any:
-        """Return the value of ``source`` in this call; the text itself if there is none."""
+        """Return the value of ``source`` in this call, or ``source`` itself if there is no such value."""
         try:
             return eval(source, {}, dict(self.variables))
-        except Exception:  # an attribute may be computed by code of the user
+        except Exception:  # the user's code may compute an attribute, and fail
             return source
 
 
 def reason_of(guards: Sequence[str], situation: Situation) -> Capture:
-    """Return why a call is captured again, from the guard of each earlier capture that fails, the nearest capture first."""
+    """Return why a call is captured again. ``guards`` are the failing guards of the earlier captures, the nearest capture first."""
     found = [_translated(guard, situation) for guard in guards]
-    if situation.given() in situation.known:  # captures with other arguments are not the nearest
+    if situation.given() in situation.known:  # a capture with the same arguments is nearer than any with other arguments
         found = [capture for capture in found if capture.kind != "arguments"] or found
     return found[0] if found else Capture("no capture fits", "unknown")
 
@@ -102,7 +102,7 @@ def _translated(guard: str, situation: Situation) -> Capture:
 
 
 def _state(guard: str, situation: Situation) -> Capture | None:
-    """Translate a guard on what torch keeps for each thread."""
+    """Translate a guard on torch's state: grad mode, autocast and other settings."""
     _, found, names = guard.partition("GLOBAL_STATE changed: ")
     if not found:
         return None
@@ -114,7 +114,7 @@ def _state(guard: str, situation: Situation) -> Capture | None:
             device = name[len("autocast(") :].partition(")")[0] if "(" in name else "cpu"
             said.append(f"autocast is {'on' if torch.is_autocast_enabled(device) else 'off'} now")
         else:
-            said.append(f"{name} of torch is another")
+            said.append(f"torch's {name} has changed")
     return Capture(", ".join(dict.fromkeys(said)), "torch", guard)
 
 
@@ -124,7 +124,7 @@ def _size(guard: str, situation: Situation) -> Capture | None:
         return None
     source, what, dimension, before, now = found[1], found[2], int(found[3]), int(found[4]), int(found[5])
     if what == "stride":
-        return Capture(f"`{situation.name(source)}` lies in memory in another way", "type", guard)
+        return Capture(f"the strides of `{situation.name(source)}` have changed", "type", guard)
     return Capture(_size_in_words(situation.name(source), dimension, before, now), "size", guard)
 
 
@@ -149,7 +149,7 @@ def _tensor(guard: str, situation: Situation) -> Capture | None:
 
 
 def _arguments(guard: str, situation: Situation) -> Capture | None:
-    """Translate a guard on which arguments there are."""
+    """Translate a guard on the number or the names of the arguments."""
     missing = _MISSING.search(guard)
     if missing is None and _COUNT.fullmatch(guard) is None:
         return None
@@ -158,12 +158,12 @@ def _arguments(guard: str, situation: Situation) -> Capture | None:
     changes = [f"`{name}` is given now" for name in sorted(given - nearest)]
     changes += [f"`{name}` is not given now" for name in sorted(nearest - given)]
     if not changes:
-        changes.append(f"`{missing[1]}` is not given now" if missing else "arguments are given in another way")
+        changes.append(f"`{missing[1]}` is not given now" if missing else "arguments are passed differently: by position or by name")
     return Capture(", ".join(changes), "arguments", guard)
 
 
 def _condition(guard: str, situation: Situation) -> Capture | None:
-    """Translate a condition on sizes that are symbolic."""
+    """Translate a condition on symbolic sizes."""
     if not any(sign in guard for sign in ("<", ">", "==", "!=", "Eq(", "Ne(", "Mod(", "%")):
         return None
     for found in _IN_CONDITION.finditer(guard):
@@ -177,13 +177,13 @@ def _condition(guard: str, situation: Situation) -> Capture | None:
 
 
 def _value(guard: str, situation: Situation) -> Capture | None:
-    """Translate a guard on an argument that is no tensor, on a part of it, or on an attribute of the model."""
+    """Translate a guard on an argument that is not a tensor, on a part of it, or on an attribute of the model."""
     found, checked = _VALUE.fullmatch(guard), _CHECKED.match(guard)
     if found is None and checked is None:
         return None
     source, before = (found[1], found[3]) if found else (checked[1], None)  # type: ignore[index]
-    if f".{INTERCEPTED_METHOD}." in f"{source}.":  # it distinguishes a module behind a break from another of its class
-        return Capture("another module of the class, behind a break of the graph", "break", guard)
+    if f".{INTERCEPTED_METHOD}." in f"{source}.":  # after a graph break, it distinguishes modules of one class
+        return Capture("another module of the same class, after a graph break", "break", guard)
     name, value = situation.name(source), situation.value(source)
     if name.endswith(".training"):
         module = name.removesuffix(".training")
@@ -192,10 +192,10 @@ def _value(guard: str, situation: Situation) -> Capture | None:
     if _CACHE.match(name):
         if name.endswith("is_initialized"):
             return Capture(f"the key-value cache is {'not empty' if value is True else 'empty'} now", "cache", guard)
-        return Capture("the key-value cache is another", "cache", guard)
+        return Capture("the key-value cache has changed", "cache", guard)
     kind = "value" if _ARGUMENT.fullmatch(source) else "model"
     if not isinstance(value, _PLAIN) or (isinstance(value, str) and value == source):
-        return Capture(f"`{name}` is another now", kind, guard)
+        return Capture(f"`{name}` has changed", kind, guard)
     change = "" if before is None else f", not {_shortened(before)}"
     return Capture(f"`{name}` is {_shortened(repr(value))} now{change}", kind, guard)
 

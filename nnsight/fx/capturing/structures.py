@@ -1,7 +1,7 @@
-"""Structures of values: containers flattened, described as text, and rebuilt.
+"""Structures of values: containers are flattened, described as text, and rebuilt.
 
 ``pytree`` knows the containers of Python. *Records* are containers whose classes it does not know: dataclasses, instances of subclasses of
-``dict``, and instances of other classes that a module has returned, if they hold tensors.
+``dict``, and objects of other classes if a module has returned them and they hold tensors.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch.utils import _pytree as pytree
 
 TUPLE, DICT = "builtins:tuple", "builtins:dict"
 
-#: The flag of classes that were made by a ``class`` statement.
+#: The type flag of classes that a ``class`` statement creates.
 _HEAP_TYPE = 1 << 9
 
 #: Mutable containers.
-FILLED = (list, dict, OrderedDict, defaultdict, deque)
+MUTABLE_CONTAINERS = (list, dict, OrderedDict, defaultdict, deque)
 
-#: Their names in a description, and that of a class that ``pytree`` would rebuild as a tuple.
-KEPT = (*[f"'{kind.__module__}:{kind.__qualname__}'" for kind in FILLED], "'torch:Size'")
+#: Names in descriptions, for classes whose objects the model keeps: mutable containers, and ``Size``, which ``pytree`` makes a tuple.
+KEPT_CLASSES = (*[f"'{kind.__module__}:{kind.__qualname__}'" for kind in MUTABLE_CONTAINERS], "'torch:Size'")
 
 
 def describe(spec: pytree.TreeSpec, texts: list[str] | None = None) -> str:
     """Return ``spec`` as a Python literal: ``None`` for a leaf, else ``(type, context, children)``.
 
-    ``texts`` are descriptions of its leaves, each with a comma, consumed from the end.
+    ``texts`` are descriptions to use for the leaves, each with a comma at its end. They are consumed from the end of the list.
     """
     if spec.is_leaf():
         return "None" if texts is None else texts.pop()[:-1]
@@ -52,7 +52,7 @@ def describe(spec: pytree.TreeSpec, texts: list[str] | None = None) -> str:
 
 
 def parse_structure(text: str) -> pytree.TreeSpec:
-    """Return the ``TreeSpec`` that :func:`describe` turned into ``text``.
+    """Return the ``TreeSpec`` that ``text`` describes, see :func:`describe`.
 
     Raises:
         LookupError: If a class named in it can no longer be found.
@@ -86,7 +86,7 @@ def _find_class(name: str) -> Any:
     for kind in (*pytree.SUPPORTED_NODES, *tuple.__subclasses__()):
         if f"{kind.__module__}:{kind.__qualname__}" == name:
             return kind
-    raise LookupError(f"The class {qualname} of module {module_name}, part of a captured value, cannot be found.")
+    raise LookupError(f"A captured value contains an object of the class {qualname} of module {module_name}, which cannot be found.")
 
 
 #: Known classes of records, by module and name.
@@ -94,7 +94,7 @@ _records: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 
 
 def kind_of_record(kind: type) -> str:
-    """Return how to look into instances of a class: as a "dataclass", a "dict" or another "object"; ``""`` if not at all."""
+    """Return how instances of a class can be records: as a "dataclass", a "dict" or another "object"; ``""`` if they cannot."""
     found = _kind_of_record(kind)
     if found:
         _records[f"{kind.__module__}:{kind.__qualname__}"] = kind
@@ -105,12 +105,12 @@ def _kind_of_record(kind: type) -> str:
     if kind in pytree.SUPPORTED_NODES or issubclass(kind, (tuple, list, torch.Tensor, torch.nn.Module, type)):
         return ""
     if issubclass(kind, dict):
-        return "dict" if kind not in (dict, *FILLED) else ""
+        return "dict" if kind not in (dict, *MUTABLE_CONTAINERS) else ""
     if kind.__getattribute__ is not object.__getattribute__:
         return ""
     sets_plainly = kind.__setattr__ is object.__setattr__
     if dataclasses.is_dataclass(kind):
-        if kind.__dataclass_params__.frozen:  # type: ignore[attr-defined] # it is made anew, which must run no code
+        if kind.__dataclass_params__.frozen:  # type: ignore[attr-defined] # a new object is made, which must run none of its code
             sets_plainly = not hasattr(kind, "__post_init__") and all(field.init for field in dataclasses.fields(kind))
         return "dataclass" if sets_plainly else ""
     made_in_python = bool(kind.__flags__ & _HEAP_TYPE) and kind.__module__.partition(".")[0] not in ("torch", "builtins", "nnsight")
@@ -118,7 +118,7 @@ def _kind_of_record(kind: type) -> str:
 
 
 def names_of_fields(kind: type) -> list[str]:
-    """Return the names of the fields of a dataclass, or of the slots of another class."""
+    """Return the names of the fields of a dataclass, or the names of the slots of another class."""
     if dataclasses.is_dataclass(kind) and not issubclass(kind, dict):
         return [field.name for field in dataclasses.fields(kind)]
     slots = [getattr(base, "__slots__", ()) for base in kind.__mro__]
@@ -132,12 +132,12 @@ def has_attributes(kind: type) -> bool:
 
 
 def is_frozen(kind: type) -> bool:
-    """Whether objects of a class of records cannot be changed."""
+    """Whether a class is a frozen dataclass whose instances are records."""
     return kind_of_record(kind) == "dataclass" and bool(kind.__dataclass_params__.frozen)  # type: ignore[attr-defined]
 
 
 def is_record(value: Any, given: Sequence[Any] | None) -> bool:
-    """Whether a leaf of ``pytree`` is looked into; ``given`` as for :func:`~nnsight.fx.capturing.taps._flattened`."""
+    """Whether a leaf of ``pytree`` is a record. For ``given`` see :func:`~nnsight.fx.capturing.taps._flattened`."""
     found = kind_of_record(type(value))
     if found == "dict":
         return all([isinstance(key, (str, int)) for key in dict.keys(value)])  # noqa: C419
@@ -151,7 +151,7 @@ def is_record(value: Any, given: Sequence[Any] | None) -> bool:
 
 
 def entries(value: Any) -> tuple[list[Any], list[str]]:
-    """Return the keys and the names of the attributes of a record."""
+    """Return the keys of a record, and the names of its attributes."""
     kind = type(value)
     found = kind_of_record(kind)
     if found == "dataclass":
@@ -162,16 +162,16 @@ def entries(value: Any) -> tuple[list[Any], list[str]]:
 
 
 def _held(record: Any) -> list[Any]:
-    """Return the values in a record."""
+    """Return the values in a record, in the order of :func:`entries`."""
     keys, names = entries(record)
     return [dict.__getitem__(record, key) for key in keys] + [getattr(record, name, None) for name in names]
 
 
 def leaves_of(value: Any, spec: pytree.TreeSpec) -> list[Any]:
-    """Return the leaves of a value, flattened as ``spec`` is.
+    """Return the leaves of a value with the structure ``spec``.
 
     Raises:
-        ValueError: If the value is built differently.
+        ValueError: If the value has another structure.
     """
     if spec.is_leaf():
         return [value]
@@ -182,20 +182,21 @@ def leaves_of(value: Any, spec: pytree.TreeSpec) -> list[Any]:
         node = pytree.SUPPORTED_NODES.get(pytree._get_node_type(value))
         parts = list(node.flatten_fn(value)[0]) if node is not None else []
     if len(parts) != len(spec.children()):
-        raise ValueError(f"a {kind.__qualname__} of {len(parts)} parts is no {spec.type.__qualname__} of {len(spec.children())}")
+        expected = f"a {spec.type.__qualname__} with {len(spec.children())} parts"
+        raise ValueError(f"expected {expected}, not a {kind.__qualname__} with {len(parts)}")
     return [leaf for part, child in zip(parts, spec.children(), strict=True) for leaf in leaves_of(part, child)]
 
 
 def unflatten(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-    """Return the value that :func:`~.taps.flatten` has flattened; records are new objects."""
-    return _made(leaves[::-1], spec)
+    """Return the value that :func:`~.taps.flatten` has flattened. Records are new objects."""
+    return _rebuild(leaves[::-1], spec)
 
 
-def _made(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
-    """Return the value with these leaves, consumed from the end."""
+def _rebuild(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
+    """Return the value with ``leaves``, which are consumed from the end."""
     if spec.is_leaf():
         return leaves.pop()
-    children = [_made(leaves, child) for child in spec.children()]
+    children = [_rebuild(leaves, child) for child in spec.children()]
     if spec.type is torch.Size:
         return torch.Size(children)
     if spec.type in pytree.SUPPORTED_NODES:
@@ -210,5 +211,5 @@ def _made(leaves: list[Any], spec: pytree.TreeSpec) -> Any:
 
 
 def set_item(record: Any, key: Any, value: Any) -> None:
-    """Set an item of an instance of a subclass of ``dict`` without calling methods of that class."""
+    """Set an item of an instance of a subclass of ``dict``, without calling methods of that subclass."""
     (OrderedDict if isinstance(record, OrderedDict) else dict).__setitem__(record, key, value)

@@ -3,13 +3,13 @@
 While dynamo traces a model, every intercepted module call passes its arguments and its result through :func:`tap`. Dynamo keeps the call as
 one node, with the location as a constant, so the captured graph shows the input and output of every module. Splicing removes all taps.
 
-A value may be any nest of containers. Its leaves are arguments of the tap, and its structure is a string, which a graph can hold where it
-cannot hold a ``TreeSpec`` (:func:`~nnsight.fx.capturing.structures.describe`). A leaf that a graph cannot hold, such as a cache object,
-stays in the model and appears as :class:`Opaque`.
+A value may consist of nested containers. Its leaves are arguments of the tap, and its structure is a string, because a graph cannot contain
+a ``TreeSpec`` (:func:`~nnsight.fx.capturing.structures.describe`). A leaf that a graph cannot contain, such as a cache object, stays in the
+model, and blocks see an :class:`Opaque` instead.
 
-Records (:mod:`~nnsight.fx.capturing.structures`) are containers, too, except for objects of plain classes that a module was given: they may
-be anything, such as a cache. The model keeps its own lists, dicts and records, and the tensors behind the tap are stored in them, so a
-module may fill a list that others hold as well. Other containers are new objects.
+Records (:mod:`~nnsight.fx.capturing.structures`) are containers, too. Objects of plain classes are not if they are arguments of the module:
+they may be anything, such as a cache. The model keeps its lists, dicts and records, and the results of the tap are stored in them. So a
+module may fill a list that other code also holds. Other containers are new objects.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch.utils import _pytree as pytree
 
 from .structures import (
     DICT,
-    FILLED,
-    KEPT,
+    KEPT_CLASSES,
+    MUTABLE_CONTAINERS,
     TUPLE,
     describe,
     entries,
@@ -36,7 +36,7 @@ from .structures import (
     set_item,
 )
 
-#: Prefix of the constant that stands for a leaf no graph can hold.
+#: Prefix of the constant that stands for a leaf that a graph cannot contain.
 OPAQUE_MARK = "\0opaque:"
 
 _CONSTANTS = (bool, int, float, str, torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -44,12 +44,12 @@ _SIMPLE = (torch.Tensor, type(None), *_CONSTANTS)
 
 
 class Opaque:
-    """Stands, in a compiled trace, for an object inside a value that the captured graph does not contain.
+    """Stands, in a compiled trace, for an object in a value that the captured graph does not contain.
 
-    It may be passed on, for instance as part of a replaced tuple. Any other use raises.
+    A block may pass it on, for instance as part of a replaced tuple. Any other use is a ``TypeError``.
     """
 
-    #: For layers that do not import this class.
+    #: For lower layers, which cannot import this class.
     is_opaque = True
 
     def __init__(self, kind: str, location: str) -> None:
@@ -79,7 +79,7 @@ class Opaque:
 
 
 def tap(location: str, leaves: list[Any], structure: str) -> list[torch.Tensor]:
-    """Return the tensors among ``leaves``; the node for this call marks ``location`` in a graph."""
+    """Return the tensors among ``leaves``. In a graph, the node of this call marks ``location``."""
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
@@ -93,20 +93,20 @@ def tapped_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Make a call between two taps. It runs while dynamo traces, so common values take a short way."""
+    """Make a call between two taps. Dynamo traces this function, so common values have a fast path."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         return tapped(output_location, call(tap(input_location, [args[0]], _ONE_TENSOR)[0]))
     plain = _structure_of_call("None," * len(args), list(kwargs), "None," * len(kwargs))
-    behind = _short_way(input_location, [*args, *kwargs.values()], plain)
+    new = _tap_simple(input_location, [*args, *kwargs.values()], plain)
     given: list[tuple[list[Any], Any, str]] = []
-    if behind is None:
+    if new is None:
         parts = [_flattened(value) for value in args]
         named = [_flattened(value) for value in kwargs.values()]
         texts = "".join([part[2] for part in parts]), "".join([part[2] for part in named])
         given = [*parts, *named]
-        behind = _through(input_location, given, _structure_of_call(texts[0], list(kwargs), texts[1]))
-    args = tuple(behind[: len(args)])
-    kwargs = dict(zip(kwargs, behind[len(args) :]))  # noqa: B905 - dynamo is slower with `strict`
+        new = _tap_parts(input_location, given, _structure_of_call(texts[0], list(kwargs), texts[1]))
+    args = tuple(new[: len(args)])
+    kwargs = dict(zip(kwargs, new[len(args) :]))  # noqa: B905 - dynamo is slower with `strict`
     return tapped(output_location, call(*args, **kwargs), given)
 
 
@@ -118,16 +118,16 @@ def _structure_of_call(args: str, names: list[str], named: str) -> str:
     return f"({TUPLE!r},None,(({TUPLE!r},None,({args})),({DICT!r},{names!r},({named})),))"
 
 
-def _short_way(location: str, values: list[Any], structure: str) -> list[Any] | None:
+def _tap_simple(location: str, values: list[Any], structure: str) -> list[Any] | None:
     """Pass ``values`` through a tap if each is a tensor or a constant, else return ``None``. Every line costs dynamo time."""
     for value in values:
         if not isinstance(value, _SIMPLE):
             return None
-    return _behind(values, tap(location, values, structure))
+    return _with_tensors(values, tap(location, values, structure))
 
 
-def _behind(leaves: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
-    """Return ``leaves`` with ``tensors`` in place of those among them."""
+def _with_tensors(leaves: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
+    """Return ``leaves`` with their tensors replaced by ``tensors``, in order."""
     found, position = [], 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -139,32 +139,32 @@ def _behind(leaves: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
 
 
 def tapped(location: str, value: Any, given: Sequence[Any] = ()) -> Any:
-    """Return ``value``, which a module returns, with its tensors passed through a tap; ``given`` as for :func:`_flattened`."""
+    """Return ``value``, a module's result, with its tensors passed through a tap. For ``given`` see :func:`_flattened`."""
     if isinstance(value, torch.Tensor):
         return tap(location, [value], "None")[0]
     if type(value) is tuple:
-        behind = _short_way(location, list(value), f"({TUPLE!r},None,({'None,' * len(value)}))")
-        if behind is not None:
-            return tuple(behind)
+        new = _tap_simple(location, list(value), f"({TUPLE!r},None,({'None,' * len(value)}))")
+        if new is not None:
+            return tuple(new)
         parts = [_flattened(item, given) for item in value]
         structure = f"({TUPLE!r},None,({''.join([part[2] for part in parts])}))"
-        return tuple(_through(location, parts, structure))
+        return tuple(_tap_parts(location, parts, structure))
     part = _flattened(value, given)
-    return _through(location, [part], part[2][:-1])[0]
+    return _tap_parts(location, [part], part[2][:-1])[0]
 
 
-class _Kept:
-    """A value with mutable containers, which the model keeps, and its ``pytree`` structure; ``given`` as for :func:`_flattened`."""
+class _KeptContainer:
+    """A value with containers or records that the model keeps, and its ``pytree`` structure. For ``given`` see :func:`_flattened`."""
 
     def __init__(self, value: Any, spec: pytree.TreeSpec, given: Sequence[Any] | None) -> None:
         self.value, self.spec, self.given = value, spec, given
 
 
 def _flattened(value: Any, given: Sequence[Any] | None = None) -> tuple[list[Any], Any, str]:
-    """Return the leaves of ``value``, its structure (``None`` for a leaf), and that as text with a comma.
+    """Return the leaves of ``value``, its structure (``None`` for a leaf), and the structure as text with a comma.
 
-    ``given`` are the arguments of the module, as this function returns them: plain objects among their leaves are not looked into; nor is
-    any with ``None``.
+    ``given`` are the arguments of the module, as this function returned them. An object of a plain class is a leaf, and not a container, if
+    it is among their leaves, or if ``given`` is ``None``.
     """
     if _is_simple(value):
         return [value], None, "None,"
@@ -174,14 +174,14 @@ def _flattened(value: Any, given: Sequence[Any] | None = None) -> tuple[list[Any
         parts = [_flattened_leaf(leaf, given) for leaf in leaves]
         texts = [part[1] for part in parts]
         texts.reverse()
-        return [leaf for part in parts for leaf in part[0]], _Kept(value, spec, given), describe(spec, texts) + ","
+        return [leaf for part in parts for leaf in part[0]], _KeptContainer(value, spec, given), describe(spec, texts) + ","
     text = describe(spec) + ","
-    kept = any([name in text for name in KEPT])  # noqa: C419
-    return leaves, _Kept(value, spec, given) if kept else spec, text
+    kept = any([name in text for name in KEPT_CLASSES])  # noqa: C419
+    return leaves, _KeptContainer(value, spec, given) if kept else spec, text
 
 
 def flatten(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
-    """Return the leaves of a value and its structure, with records that hold tensors as containers."""
+    """Return the leaves of a value, and its structure. Records that hold tensors are containers."""
     leaves, spec = pytree.tree_flatten(value)
     if any(kind_of_record(type(leaf)) for leaf in leaves):
         leaves, _, text = _flattened(value, ())
@@ -194,7 +194,7 @@ def _is_simple(value: Any) -> bool:
 
 
 def _flattened_leaf(value: Any, given: Sequence[Any] | None) -> tuple[list[Any], str]:
-    """Return the leaves and the text of a leaf of ``pytree``, which may be a record with tensors."""
+    """Return the leaves and the description of a leaf of ``pytree``, which may be a record with tensors."""
     if not _is_simple(value) and is_record(value, given):
         kind, (keys, names) = type(value), entries(value)
         parts = [_flattened(dict.__getitem__(value, key), given) for key in keys]
@@ -206,25 +206,25 @@ def _flattened_leaf(value: Any, given: Sequence[Any] | None) -> tuple[list[Any],
     return [value], "None,"
 
 
-def _through(location: str, parts: list[tuple[list[Any], Any, str]], structure: str) -> list[Any]:
-    """Pass all leaves of ``parts`` through one tap; return the values with the tensors behind it."""
+def _tap_parts(location: str, parts: list[tuple[list[Any], Any, str]], structure: str) -> list[Any]:
+    """Pass all leaves of ``parts``, results of :func:`_flattened`, through one tap; return the values with the new tensors."""
     leaves = [leaf for part in parts for leaf in part[0]]
-    new_leaves = _behind(leaves, tap(location, [_marked(leaf) for leaf in leaves], structure))
+    all_new = _with_tensors(leaves, tap(location, [_marked(leaf) for leaf in leaves], structure))
     start = 0
     values = []
     for found, spec, _ in parts:
-        behind = new_leaves[start : start + len(found)]
+        new_leaves = all_new[start : start + len(found)]
         start += len(found)
-        if isinstance(spec, _Kept):
-            behind.reverse()
-            values.append(_put_back(spec.value, spec.spec, behind, spec.given))
+        if isinstance(spec, _KeptContainer):
+            new_leaves.reverse()
+            values.append(_put_back(spec.value, spec.spec, new_leaves, spec.given))
         else:
-            values.append(behind[0] if spec is None else pytree.tree_unflatten(behind, spec))
+            values.append(new_leaves[0] if spec is None else pytree.tree_unflatten(new_leaves, spec))
     return values
 
 
 def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any], given: Sequence[Any] | None) -> Any:
-    """Return ``value`` with other ``leaves``, consumed from the end. Mutable containers stay the same objects, which others may hold."""
+    """Return ``value`` with ``leaves``, consumed from the end. Mutable containers are filled and not rebuilt: other code may hold them."""
     if spec.is_leaf():
         return leaves.pop() if _is_simple(value) else _put_back_entries(value, leaves, given)
     kind = type(value)
@@ -232,12 +232,12 @@ def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any], given: Seque
         for _ in value:
             leaves.pop()
         return value
-    if kind in FILLED:
+    if kind in MUTABLE_CONTAINERS:
         keys = list(value) if issubclass(kind, dict) else list(range(len(value)))
         for key, child in zip(keys, spec.children()):  # noqa: B905 - dynamo is slower with `strict`
             held = value[key]
             new = _put_back(held, child, leaves, given)
-            if _is_made_anew(held, given):
+            if _is_rebuilt(held, given):
                 value[key] = new
         return value
     node = pytree.SUPPORTED_NODES[spec.type]
@@ -247,7 +247,7 @@ def _put_back(value: Any, spec: pytree.TreeSpec, leaves: list[Any], given: Seque
 
 
 def _put_back_entries(value: Any, leaves: list[Any], given: Sequence[Any] | None) -> Any:
-    """Return a leaf of ``pytree``, which may be a record, with other leaves."""
+    """Return ``value``, a leaf of ``pytree`` that may be a record, with ``leaves``, consumed from the end."""
     kind = type(value)
     if not any([isinstance(leaf, torch.Tensor) for leaf in _flattened_leaf(value, given)[0]]):  # noqa: C419
         return leaves.pop()
@@ -255,29 +255,29 @@ def _put_back_entries(value: Any, leaves: list[Any], given: Sequence[Any] | None
     for key in keys:
         held = dict.__getitem__(value, key)
         new = _put_back(held, pytree.tree_flatten(held)[1], leaves, given)
-        if _is_made_anew(held, given):
+        if _is_rebuilt(held, given):
             set_item(value, key, new)
     made = {}
     for name in names:
         held = getattr(value, name, None)
         made[name] = _put_back(held, pytree.tree_flatten(held)[1], leaves, given)
-        if not is_frozen(kind) and _is_made_anew(held, given):
+        if not is_frozen(kind) and _is_rebuilt(held, given):
             object.__setattr__(value, name, made[name])
     return kind(**made) if is_frozen(kind) else value
 
 
-def _is_made_anew(value: Any, given: Sequence[Any] | None) -> bool:
-    """Whether :func:`_put_back` returns another object for ``value``, which holds tensors."""
+def _is_rebuilt(value: Any, given: Sequence[Any] | None) -> bool:
+    """Whether ``value`` contains tensors and :func:`_put_back` returns another object for it."""
     if isinstance(value, torch.Tensor):
         return True
     kind = type(value)
-    if kind in FILLED or _is_simple(value) or (kind_of_record(kind) and not is_frozen(kind)):
+    if kind in MUTABLE_CONTAINERS or _is_simple(value) or (kind_of_record(kind) and not is_frozen(kind)):
         return False
     return any([isinstance(leaf, torch.Tensor) for leaf in _flattened(value, given)[0]])  # noqa: C419
 
 
 def _marked(leaf: Any) -> Any:
-    """Return ``leaf`` as a graph can hold it."""
+    """Return ``leaf``, or a constant that stands for it if a graph cannot contain it."""
     if isinstance(leaf, _SIMPLE):
         return leaf
     return OPAQUE_MARK + _full_name(type(leaf))

@@ -1,1 +1,1 @@
-"""What a user can see of a compiled trace: an explanation, files to read, and the stages of a profile."""
+"""The parts of a compiled trace that a user can see: explanations, files for debuggers, and the user's line in errors."""

@@ -1,11 +1,11 @@
-"""Files of compiled graphs, to read and to step through.
+"""Compiled graphs as files, to read and to step through.
 
 While a :class:`debug_dir` is open, every graph that runs is written to files: the captured graph with its taps, the program, the spliced
 graph, and an index (``README.md``) from the user's lines to the files. With ``depyf``, so is dynamo's bytecode, decompiled.
 
-A graph that Python runs (with the ``eager`` backend or ``step=True``) runs *from its file*: its code object has the name of the file, so
-breakpoints in the file are hit and a debugger shows its lines. The names of files depend only on the order in which graphs run, so a
-breakpoint stays valid when the program is started again.
+A graph that Python runs (with the ``eager`` backend or ``step=True``) runs *from its file*: its code object has the name of the file. So
+breakpoints in the file are hit, and a debugger shows its lines. File names depend only on the order in which graphs run, so a breakpoint
+stays valid when the program is started again.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _INDEX = """# Compiled traces
 
-One line for each graph that ran. `captured`: the model's graph with its taps, as dynamo gave it. `program`: what the
-block does to it. `spliced`: both together; this is what is lowered. Graphs that Python runs (backend `eager`, or
+One line for each graph that ran. `captured`: the model's graph with its taps, as dynamo captured it. `program`: the
+effects of the block on it. `spliced`: both together; this graph is lowered. Graphs that Python runs (backend `eager`, or
 `debug_dir(..., step=True)`) run from the `spliced` file: set breakpoints there.
 
 {bytecode}
@@ -45,12 +45,12 @@ _open: debug_dir | None = None
 
 
 class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
-    """Write out every graph that runs from here on; as a context manager, until the end of the ``with`` block.
+    """Write every graph that runs from here on to files; as a context manager, until the end of the ``with`` block.
 
     Args:
-        path: Folder for the files; made if it does not exist. Files of an earlier run are overwritten.
+        path: Folder for the files. It is created if it does not exist. Files of an earlier run are overwritten.
         step: Run every graph from its file, whatever its backend, so that one can step through it.
-        bytecode: Decompile what dynamo makes of Python code, with ``depyf``. By default, if that is installed.
+        bytecode: Decompile the bytecode that dynamo generates, with ``depyf``. By default, this is done if ``depyf`` is installed.
 
     Attributes:
         path: The folder.
@@ -61,7 +61,7 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
     """
 
     def __init__(self, path: str | Path, *, step: bool = False, bytecode: bool | None = None) -> None:
-        global _open  # noqa: PLW0603 - torch's compiler is one per process, and so is what shows it
+        global _open  # noqa: PLW0603 - there is one compiler in a process, so one directory
         if _open is not None:
             raise ValueError(f"Graphs are being written to {_open.path} already; close that debug_dir first.")
         self._decompile = None if bytecode is False else _decompiler(required=bytecode is True)
@@ -86,7 +86,7 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
         self.close()
 
     def close(self) -> None:
-        """Write no more files."""
+        """Stop writing files."""
         global _open  # noqa: PLW0603
         if _open is self:
             _open = None
@@ -96,9 +96,9 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
 
     def _about_bytecode(self, wanted: bool | None) -> str:
         if self._decompile is not None:
-            return "`bytecode_*.py`: what dynamo made of Python code that it captured meanwhile, decompiled by depyf."
+            return "`bytecode_*.py`: the bytecode that dynamo generated for captured functions, decompiled by depyf."
         if wanted is False:
-            return "Bytecode of dynamo is not shown, as asked for."
+            return "Bytecode of dynamo is not shown, because of `bytecode=False`."
         return "Bytecode of dynamo is shown if depyf is installed: `pip install 'nnsight[debug]'`."
 
     def _next(self, name: str) -> int:
@@ -106,7 +106,7 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
         return self._numbers[name]
 
     def _write_bytecode(self, code: types.CodeType, new_code: types.CodeType) -> types.CodeType | None:
-        """Write the code object that dynamo made of another one, decompiled."""
+        """Decompile ``new_code``, which dynamo generated from ``code``, and write it to a file. A bytecode hook of dynamo."""
         with self._lock:
             path = self.path / f"bytecode_{self._next('bytecode')}_{re.sub(r'[^a-zA-Z0-9]', '_', code.co_name)}.py"
         try:
@@ -119,7 +119,7 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
         return None
 
     def write(self, report: Report, ran: RanPiece) -> tuple[Callable[..., Any], str | None]:
-        """Write the files of ``ran``; return the function to run in its place, and the file it runs from."""
+        """Write the files of ``ran``. Returns the function that runs it, and the file of that function's code, if there is one."""
         with self._lock:
             if report not in self._traces:
                 self._started += 1
@@ -153,19 +153,19 @@ class debug_dir:  # noqa: N801 - reads as a function, like `torch.no_grad`
 
 
 def is_open() -> bool:
-    """Whether graphs are written to a directory."""
+    """Whether a :class:`debug_dir` is open."""
     return _open is not None
 
 
 def dumped(report: Report, ran: RanPiece) -> tuple[Callable[..., Any], str | None]:
-    """Return the function that runs ``ran``, and, if a directory is open, the file it runs from."""
+    """Return the function that runs ``ran``, and the file of its code, if there is one. Writes files if a directory is open."""
     directory = _open
     return (ran.lowered.function, None) if directory is None else directory.write(report, ran)
 
 
 def _decompiler(required: bool) -> Callable[[types.CodeType], str] | None:
     try:
-        with warnings.catch_warnings():  # its import leaves a file open
+        with warnings.catch_warnings():  # the import leaves a file open, which is a warning
             warnings.simplefilter("ignore")
             import depyf
     except ImportError as error:
@@ -180,7 +180,7 @@ def _decompiler(required: bool) -> Callable[[types.CodeType], str] | None:
 
 
 def _write_module(path: Path, graph_module: torch.fx.GraphModule, code: str) -> Callable[..., Any]:
-    """Write a graph as a file; return a function that takes the graph's inputs and runs the code of that file."""
+    """Write a graph to a file. Returns a function that takes the graph's inputs, and runs the code of that file."""
     names = graph_module.graph.python_code("self").globals
     text = f"{_format_import_block(names, sys_importer)}\n\n\n{code}\n"
     path.write_text(text, encoding="utf-8")
@@ -195,5 +195,5 @@ def _write_module(path: Path, graph_module: torch.fx.GraphModule, code: str) -> 
 
 
 def code_at(text: str, code: str) -> str:
-    """Return ``code`` on the lines that it has in ``text``, behind empty lines."""
+    """Return ``code`` after as many empty lines as precede it in ``text``, so that line numbers agree."""
     return "\n" * text[: text.index(code)].count("\n") + code

@@ -1,10 +1,10 @@
-"""An account of a trace, from capture to lowering, in text.
+"""Explanations: the compilation of a trace, from capture to lowering, as text.
 
-``nnsight.fx.explain(tracer)`` shows a trace that has run: for each captured graph its number of nodes and its symbolic sizes; for each
-piece the program of the block, the spliced graph, the passes, the backend, and the conditions under which the lowering is used again; and
-the cuts with their reasons. ``nnsight.fx.explain(function, *args)`` calls a function and shows all traces in it.
+``nnsight.fx.explain(tracer)`` shows a trace that has run. For each captured graph it shows the number of nodes and the symbolic sizes. For
+each piece it shows the program of the block, the spliced graph, the passes, the backend, and the conditions under which the lowering is
+used again. It lists the cuts with their reasons. ``nnsight.fx.explain(function, *args)`` calls a function and shows all traces in it.
 
-A run leaves a :class:`RanPiece` for each piece on its report. That refers to objects in the cache of variants; texts are made on demand.
+A run adds a :class:`RanPiece` for each piece to its report. These objects refer to the cache of variants; texts are made on demand.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class RanPiece(NamedTuple):
     """A piece of a captured graph that ran, with a program in it.
 
     Attributes:
-        state: The end of the program.
-        binding: The sizes of the graph's symbols.
-        stop: Number of the first node that was left out.
-        cut: Why the piece ends there, if it was cut.
+        state: The state at the end of the program.
+        binding: The values of the graph's symbols.
+        stop: Number of the first node after the piece.
+        cut: The cut at which the piece ends; ``None`` if the graph was not cut there.
     """
 
     graph: CapturedGraph
@@ -46,7 +46,7 @@ class RanPiece(NamedTuple):
         return self.variant.spliced.code()
 
     def program(self) -> str:
-        """Return the program as text, with locations and the lines of the user."""
+        """Return the program as text, with locations and the user's lines."""
         taps, lines = self.graph.taps, []
         location = None
         for step in self.state.program().steps:
@@ -64,29 +64,29 @@ class RanPiece(NamedTuple):
         return "to the end of the graph" if tap is None else f"stopped at `{self.graph.taps[tap].location}`"
 
     def sizes(self) -> str:
-        """Return the symbolic sizes of the graph and their values."""
+        """Return the symbolic sizes of the graph with their values, as text."""
         named = zip(self.graph.symbols, self.binding, strict=True)
         return ", ".join(f"{symbol} = {size}" for (_, symbol), size in named) or "none"
 
     def conditions(self) -> str:
-        """Return the conditions on sizes under which the lowering is used again."""
+        """Return the conditions on sizes under which the lowering is used again, as text."""
         names = dict(zip(self.lowered.symbols, (symbol for _, symbol in self.graph.symbols), strict=False))
         return ", ".join(str(condition.xreplace(names)) for condition in self.lowered.conditions) or "none"
 
     def passes(self) -> str:
-        """Return the numbers of nodes before and after passes."""
+        """Return the numbers of nodes before and after each pass that changed the graph, as text."""
         runs = [run for run in self.variant.spliced.passes if run.before != run.after]
         return ", ".join(f"{run.name} {run.before} -> {run.after}" for run in runs) or "nothing"
 
     def captured(self) -> str:
-        """Return a line about the captured graph."""
+        """Return a line with the numbers of calls, taps and inputs of the captured graph, and its symbolic sizes."""
         graph = self.graph
         calls = len(graph.nodes) - len(graph.placeholders) - len(graph.taps) - len(graph.tapped) - 1
         counted = f"{calls} calls, {len(graph.taps)} taps, {len(graph.placeholders)} inputs"
         return f"{counted}; symbolic sizes: {self.sizes()}"
 
     def lines(self) -> list[str]:
-        """Return the piece, as :func:`explain` shows it."""
+        """Return the lines with which :func:`explain` shows the piece."""
         nodes = len(self.variant.spliced.graph_module.graph.nodes)
         return [
             f"  piece, {self.ending()}",
@@ -104,7 +104,7 @@ def _indented(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Explanation:
-    """An account of traces; ``print`` shows it.
+    """An explanation of traces; ``print`` shows it.
 
     Attributes:
         reports: The reports of the traces, in the order in which they started.
@@ -139,23 +139,23 @@ def _lines(report: Report) -> list[str]:
 
 
 def explain(traced: Any, *args: Any, **kwargs: Any) -> Explanation:
-    """Account for a trace that has run, or for all traces that run in a call.
+    """Explain the compilation of a trace that has run, or of all traces that run in a call.
 
     Args:
-        traced: A tracer, or a function, which is called.
-        *args: What the function is called with.
-        **kwargs: Likewise, by name.
+        traced: A tracer, or a function to call.
+        *args: Positional arguments of the function.
+        **kwargs: Keyword arguments of the function.
 
     Raises:
-        TypeError: If ``traced`` is neither, or if a tracer is given together with arguments.
+        TypeError: If ``traced`` is neither a tracer nor a function, or if a tracer is given together with arguments.
         ValueError: If the trace has not run yet.
     """
     report = getattr(traced, "report", None)
     if isinstance(report, Report):
         if args or kwargs:
-            raise TypeError("fx.explain() takes a tracer alone; arguments go with a function that it is to call.")
+            raise TypeError("fx.explain() takes a tracer alone. Only a function takes further arguments.")
         if not report.mode:
-            raise ValueError("fx.explain() got a tracer whose trace has not run: call it behind the block.")
+            raise ValueError("fx.explain() got a tracer whose trace has not run: call it after the block.")
         return Explanation((report,), {})
     if not callable(traced):
         raise TypeError(f"fx.explain() takes a tracer, as in `with model.trace(x) as tracer:`, or a function to call, not {traced!r}.")

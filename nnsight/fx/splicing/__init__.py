@@ -1,1 +1,1 @@
-"""Splicing: a program becomes part of a captured graph, and passes simplify the result."""
+"""Splicing: a program is written into a copy of a captured graph, and passes simplify the result."""

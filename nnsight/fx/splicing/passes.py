@@ -1,13 +1,13 @@
 """Passes: rewrites of a spliced graph before it is lowered.
 
-Splicing writes a block as it is, and a value may be read and not used. :data:`PASSES` is the list of passes, in order. Each changes a graph
-module in place, and ends with ``graph.lint()`` and ``recompile()``. Repeated calls and needless copies are left to the backend.
+Splicing writes a block as it is, with values that are read but not used. :data:`PASSES` is the list of passes, in order. Each changes a
+graph module in place, and ends with ``graph.lint()`` and ``recompile()``. The backend removes repeated calls and needless copies.
 
 No pass changes a result, bit for bit (see :mod:`~nnsight.fx.effects`):
 
 * A call is removed only if it is known to do nothing but return a value. In-place edits, draws of random numbers, assertions,
-  switches of the grad mode, operators of other libraries stay. So does every input, used or not.
-* A call that may fail because of values, such as an index out of range, stays as well: the error is a result, too.
+  switches of the grad mode and operators of other libraries stay, and so does every input, used or not.
+* A call that may fail because of values, such as an index out of range, also stays: the error is a result, too.
 
 Splicing copies no taps, so no pass has to remove them. ``TORCH_LOGS="+nnsight"`` shows each pass with the number of nodes before and after,
 and the graph where it changed.
@@ -30,10 +30,10 @@ Pass = Callable[[torch.fx.GraphModule], torch.fx.GraphModule]
 
 
 def drop_unused_calls(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Remove the calls whose value is not used, and that have no effect and cannot fail.
+    """Remove the calls that have no effect and cannot fail, and whose value is not used.
 
-    A block may read a value and not keep it, and a model computes values for a skipped module, or behind the last value that is needed
-    before a stop. ``Graph.eliminate_dead_code`` is not used: it takes every method for pure, in-place ones too.
+    A block may read a value without using it. The model may compute arguments of a skipped module, or values after the last one that a
+    stopped run needs. ``Graph.eliminate_dead_code`` assumes that all methods are pure, so it would also remove in-place ones.
     """
     removed = 0
     for node in reversed(graph_module.graph.nodes):
@@ -56,15 +56,14 @@ class PassRun(NamedTuple):
 
 
 def copy_edited_values(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Let each edit in place of a computed value edit a copy, which all later calls use, too; calls before the last edit use other copies.
+    """Apply each in-place edit of a computed value to a copy, which later calls use. Calls before the last edit take other copies.
 
-    The backward passes of attention and ReLU need their results unedited, that of a matrix product its arguments. Ahead-of-time autograd
-    traces the backward pass, whether or not it will run, and lowers no graph that edits such a value. This pass is for graphs that have
-    failed so.
+    The backward passes of attention and ReLU need the unedited results, and that of a matrix product its unedited arguments. Ahead-of-time
+    autograd traces the backward pass even if it will not run, and fails on a graph that edits such a value. Only such graphs get this pass.
     """
     graph = graph_module.graph
     position = {node: index for index, node in enumerate(graph.nodes)}
-    last: dict[torch.fx.Node, int] = {}  # where a value is edited last
+    last: dict[torch.fx.Node, int] = {}  # position of the last edit of each edited value
     for node, index in position.items():
         source = edited(node)
         if source is not None and (base := _base(source)).op not in ("placeholder", "get_attr"):
@@ -83,7 +82,7 @@ def copy_edited_values(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModu
 
 
 def _base(node: torch.fx.Node) -> torch.fx.Node:
-    """Return what computed the memory of ``node``, which may be an edit or a view of it."""
+    """Return the node that computed the tensor of which ``node`` is an edit or a view, or ``node`` itself."""
     source: torch.fx.Node | None = node
     while source is not None:
         node, source = source, edited(source) or _viewed(source)
@@ -104,10 +103,10 @@ torch.library.register_autograd("nnsight::kept_for_backward", lambda _, gradient
 
 
 def copy_for_backward(graph_module: torch.fx.GraphModule, places: Sequence[tuple[torch.fx.Node, torch.fx.Node]]) -> torch.fx.GraphModule:
-    """Let each of these calls take a copy of that argument; a call that edits it edits the copy, which is written back.
+    """Replace an argument by a copy in some calls; ``places`` are pairs ``(call, argument)``. An edit of the copy is written back.
 
-    Ahead-of-time autograd may keep an input for the backward pass and compute a value from it again, and assumes that the input was not
-    edited, even if the graph edits it. It keeps the result of a copy by an operator that is unknown to it.
+    Ahead-of-time autograd may keep an input for the backward pass and compute a value from it again. It assumes that the input was not
+    edited, even if the graph edits it. But it keeps the result of an operator that it does not know, such as this copy.
     """
     graph = graph_module.graph
     for node, source in places:
@@ -124,7 +123,7 @@ def copy_for_backward(graph_module: torch.fx.GraphModule, places: Sequence[tuple
     return _finished(graph_module, len(places))
 
 
-#: Calls that compute the same as an edit in place.
+#: For each in-place call, a call that computes the same value as a new tensor.
 _OUT_OF_PLACE: dict[Any, Any] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -138,7 +137,7 @@ _OUT_OF_PLACE: dict[Any, Any] = {
 
 
 def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Compute a new tensor where a value is edited in place that nothing else uses, as in ``x = f(x); x += g(y)``.
+    """Replace in-place edits of values that nothing else uses by out-of-place calls, as the edit in ``x = f(x); x += g(y)``.
 
     A graph cannot be cut between a tensor and an edit of it. This pass is for graphs that are cut for gradients.
     """
@@ -157,7 +156,7 @@ def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphMo
 
 
 def run_passes(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[PassRun, ...]]:
-    """Return ``graph_module`` after all passes, and a record of each."""
+    """Run all passes on ``graph_module``. Returns the result, and a record of each pass."""
     runs = []
     for function in PASSES:
         before = len(graph_module.graph.nodes)
@@ -178,7 +177,7 @@ def _finished(graph_module: torch.fx.GraphModule, changes: int) -> torch.fx.Grap
 
 
 def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the tensor that ``node`` is, or may be, a view of."""
+    """Return the argument of which ``node`` is, or may be, a view; ``None`` if there is none."""
     if kind_of(node) not in (Kind.VIEW, Kind.READ) or not node.all_input_nodes:
         return None
     source = node.all_input_nodes[0]
@@ -191,7 +190,7 @@ def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def _is_new(node: torch.fx.Node) -> bool:
-    """Whether the result of ``node`` is new memory, as its operator or the fakes of a function of torch show."""
+    """Whether the result of ``node`` is new memory. Its operator shows it, or, for a function of torch, the fakes."""
     if kind_of(node) is Kind.NEW:
         return True
     found, *given = (one.meta.get("example_value") for one in (node, *node.all_input_nodes))
@@ -202,7 +201,7 @@ def _is_new(node: torch.fx.Node) -> bool:
 
 
 def _share(one: Any, other: Any) -> bool:
-    """Whether both are tensors in the same memory."""
+    """Whether both are tensors with the same storage."""
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return False
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata

@@ -1,5 +1,8 @@
-"""Pieces of a captured graph, the spliced graphs that are made of them, and what a splice asks of nodes and events: which tensors and
-numbers they use, caches they append to, and how a torch function becomes a node."""
+"""Pieces of a captured graph, and spliced graphs.
+
+Cuts divide a captured graph into pieces. A program is written into each piece, which gives a spliced graph. The functions here answer the
+questions of this step: which tensors and numbers an event uses, to which cache a node appends, and which node calls a torch function.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,8 @@ from ..effects import Kind, kind_of, name_of
 from ..torch_compat import is_held_by_argument
 from .passes import PassRun
 
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
 
 @dataclass(frozen=True, eq=False)
 class Piece:
@@ -37,29 +42,32 @@ class Piece:
     Attributes:
         start: Number of its first node.
         inputs: The graph's placeholders, then the nodes of earlier pieces that this or a later piece uses.
-        input_index: Position of each in ``inputs``.
+        input_index: The position of each input. Several nodes may be the same input.
+        repeated: Nodes of earlier pieces that are computed again: symbolic numbers that are computed from such numbers. A graph cannot
+            take a symbolic float, and Inductor's cache fails on a graph that takes ``s0 * s1`` without ``s0`` and ``s1``.
     """
 
     start: int
     inputs: tuple[torch.fx.Node, ...]
     input_index: dict[torch.fx.Node, int]
+    repeated: frozenset[torch.fx.Node] = frozenset()
 
     @staticmethod
     def of(graph: CapturedGraph, start: int) -> Piece:
         """Return the piece of ``graph`` that begins at node number ``start``."""
-        inputs = list(graph.placeholders)
-        if start:
-            inputs += [
-                node
-                for node in graph.nodes[:start]
-                if node.op != "placeholder"
-                and isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt))
-                and any(graph.order[user] >= start for user in node.users)
-            ]
-        return Piece(start, tuple(inputs), {node: index for index, node in enumerate(inputs)})
+        carried: list[torch.fx.Node] = []
+        repeated: set[torch.fx.Node] = set()
+        for node in reversed(graph.nodes[:start]):
+            if node.op != "placeholder" and any(graph.order[user] >= start or user in repeated for user in node.users):
+                if is_of_numbers(node):
+                    repeated.add(node)
+                elif isinstance(node.meta.get("example_value"), (torch.Tensor, torch.SymInt)):
+                    carried.append(node)
+        inputs = [*graph.placeholders, *reversed(carried)]
+        return Piece(start, tuple(inputs), {node: index for index, node in enumerate(inputs)}, frozenset(repeated))
 
     def without_duplicates(self, values: Sequence[Any]) -> Piece:
-        """Return this piece with one input for each tensor, because backends take none twice; ``values`` are equal for equal inputs."""
+        """Return this piece with one input per tensor, because backends take none twice. ``values`` identify the inputs' tensors."""
         inputs: list[torch.fx.Node] = []
         position: dict[Any, int] = {}
         index: dict[torch.fx.Node, int] = {}
@@ -68,7 +76,12 @@ class Piece:
                 position[value] = len(inputs)
                 inputs.append(node)
             index[node] = position[value]
-        return Piece(self.start, tuple(inputs), index)
+        return Piece(self.start, tuple(inputs), index, self.repeated)
+
+
+def is_of_numbers(node: torch.fx.Node) -> bool:
+    """Whether ``node`` computes a symbolic number from symbolic numbers alone."""
+    return all(isinstance(item.meta.get("example_value"), _SYMBOLIC) for item in (node, *node.all_input_nodes))
 
 
 #: A result of a piece: a value of the program, or a node of the captured graph.
@@ -80,11 +93,11 @@ class SplicedGraph:
     """A piece of a captured graph with a program in it.
 
     Attributes:
-        graph_module: The new graph; returns a tuple, one tensor for each requested result.
-        inputs: Positions of those inputs of the piece that it takes, before its externals.
-        externals: Number of externals it takes.
-        marks: Names of the nodes that come from the user's block, with the user's line.
-        passes: The passes over it, with numbers of nodes.
+        graph_module: The new graph. It returns a tuple with one tensor for each requested result.
+        inputs: Positions of the piece's inputs that the graph takes. Its externals and numbers follow them.
+        externals: The number of externals that it takes.
+        marks: The user's line, by the name of the node, for each node that comes from the user's block.
+        passes: The passes that ran on it, with numbers of nodes.
     """
 
     graph_module: torch.fx.GraphModule
@@ -94,7 +107,7 @@ class SplicedGraph:
     passes: tuple[PassRun, ...] = ()
 
     def arguments(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return those of ``inputs`` that the graph takes: some of the piece's, and all externals and numbers behind them."""
+        """Return the items of ``inputs`` that the graph takes: some inputs of the piece, and all externals and numbers after them."""
         own = sum(node.op == "placeholder" for node in self.graph_module.graph.nodes) - len(self.inputs)
         return [inputs[index] for index in self.inputs] + list(inputs[len(inputs) - own :])
 
@@ -116,25 +129,25 @@ class SplicedGraph:
         return "\n".join(lines).strip()
 
     def node_of(self, line: str) -> str | None:
-        """Return the name of the node that ``line`` of the generated source computes, if it shows one."""
+        """Return the name of the node that ``line`` of the generated source computes; ``None`` if the line shows none."""
         assigned = re.match(r"\s*(\w+)(?: :[^=]*)? = ", line) or re.search(r";\s+(\w+) = None$", line)
         name = assigned.group(1) if assigned else None
-        if name not in self.marks and "] =" in line:  # an assignment to an index shows its node among those that it deletes
+        if name not in self.marks and "] =" in line:  # for an assignment to an index, the node is among the names set to `None`
             ended = re.findall(r"\b(\w+) = None\b", line)
             name = next((other for other in ended if other in self.marks), name)
         return name
 
 
 def as_argument(number: int | float) -> int | torch.Tensor:
-    """Return a number of a program as the spliced graph takes it."""
+    """Return a number of a program in the form that the spliced graph takes: floats as float64 scalar tensors on the CPU."""
     return number if isinstance(number, int) else torch.tensor(number, dtype=torch.float64, device="cpu")
 
 
 def appended_to(node: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the former value of a cache to which ``node`` appends; ``None`` if it appends to none.
+    """Return the former value of the cache to which ``node`` appends; ``None`` if it appends to none.
 
-    ``node`` concatenates it with new entries, or is a part or another layout of that; or, if the model was given the cache, moves it to a
-    device or adds to it. The former value is an input or is empty. Any other concatenation is the module's own.
+    A concatenation of the former value, an input or an empty tensor, with new entries appends. So do a move to a device and an addition, if
+    the former value belongs to an argument of the model. For a part or a copy of such a call, the result is that call.
     """
     source: Any = node.args[0] if node.args else None
     name = name_of(node)
@@ -150,12 +163,12 @@ def appended_to(node: torch.fx.Node) -> torch.fx.Node | None:
 
 
 def _passes_on(node: torch.fx.Node) -> bool:
-    """Whether ``node`` is a part of its first argument, or the same in another place or layout."""
+    """Whether ``node`` is a part of its first argument, or has its values in another place or layout."""
     return node.target is operator.getitem or name_of(node) in ("contiguous", "clone", "to", "detach")
 
 
 def is_made_of_sizes(node: torch.fx.Node) -> bool:
-    """Whether a tensor is made of numbers alone, or is such a tensor in another place or layout."""
+    """Whether a tensor is created from numbers alone, or is such a tensor in another place or layout."""
     tensors = [item for item in node.all_input_nodes if isinstance(item.meta.get("example_value"), torch.Tensor)]
     if tensors:
         return _passes_on(node) and all(map(is_made_of_sizes, tensors))
@@ -163,7 +176,7 @@ def is_made_of_sizes(node: torch.fx.Node) -> bool:
 
 
 def _leaves(event: Any) -> Iterator[Any]:
-    """Yield the references, numbers and constants of an event, from inside of nests, too."""
+    """Yield the references, numbers and constants of an event, including those in nested containers."""
     pending: list[Any] = []
     match event:
         case Write():
@@ -192,7 +205,7 @@ def numbers(event: Any) -> list[Number]:
     return [item for item in _leaves(event) if isinstance(item, Number)]
 
 
-#: Methods that read better as the operator they implement.
+#: Methods that the generated source shows as operators.
 _OPERATORS: dict[str, Callable[..., Any]] = {
     f"__{name}__": getattr(operator, f"__{name}__")
     for name in (
@@ -202,7 +215,7 @@ _OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 def emit(graph: torch.fx.Graph, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
-    """Add a node for a torch function as ``__torch_function__`` receives it."""
+    """Add a node that calls ``function``, a torch function as ``__torch_function__`` receives it."""
     name = getattr(function, "__name__", "")
     if name == "__get__":  # the getter of a property, ``Tensor.T``
         return graph.call_function(getattr, (args[0], function.__self__.__name__))
@@ -216,14 +229,13 @@ def emit(graph: torch.fx.Graph, function: Any, args: tuple[Any, ...], kwargs: di
 
 
 def select_numbers(index: Any, fake_of: Callable[[Any], torch.Tensor]) -> tuple[list[tuple[int, Number]], Any]:
-    """Split an index of an event, in which ``fake_of`` returns a tensor like a reference, into ``select`` calls and the rest.
+    """Split the index of a ``__getitem__`` or ``__setitem__`` into ``select`` calls for its numbers, and the rest.
 
     In ``hidden[:, i]`` torch asks a symbolic ``i`` for its value, which needs a lowering for every index. ``hidden.select(1, i)`` only asks
-    whether it is negative and in range.
+    whether ``i`` is negative and in range. ``fake_of(reference)`` returns a tensor with the dtype and number of dimensions of a reference.
 
     Returns:
-        The dimension and the number of each integer index that varies, in the order in which to select them, and the rest of the index;
-        ``None`` if nothing is left.
+        Pairs of dimension and number for ``select``, in the order of the calls; and the rest of the index, ``None`` if nothing is left.
     """
     items = index.items if isinstance(index, Nest) and index.kind == "tuple" else (index,)
     wanted = [place for place, item in enumerate(items) if isinstance(item, Number)]
@@ -231,7 +243,7 @@ def select_numbers(index: Any, fake_of: Callable[[Any], torch.Tensor]) -> tuple[
         return [], index
     consumed = [_consumed(item, fake_of) for item in items]
     gap = next((place for place, item in enumerate(items) if item is ...), len(items))
-    # Dimensions are counted from the end of the index that has no `...` on the way, and stay valid if the last goes first.
+    # Dimensions are counted from the side of the index with no `...` in between. Each later `select` is nearer to it, so they stay valid.
     behind = [(sum(consumed[place + 1 :]), items[place]) for place in wanted if place > gap]
     before = [(sum(consumed[:place]), items[place]) for place in wanted if place < gap]
     selected = [(-1 - count, number) for count, number in behind] + [(dim, number) for dim, number in reversed(before)]
@@ -242,7 +254,7 @@ def select_numbers(index: Any, fake_of: Callable[[Any], torch.Tensor]) -> tuple[
 
 
 def _consumed(item: Any, fake_of: Callable[[Any], torch.Tensor]) -> int:
-    """Return how many dimensions an item of an index takes."""
+    """Return the number of dimensions that an item of an index consumes."""
     if item is None or item is ... or (isinstance(item, Constant) and item.kind is bool):
         return 0
     depth, inner = 0, item

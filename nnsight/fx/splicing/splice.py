@@ -1,11 +1,11 @@
-"""Splicing: a program written into a copy of a captured graph.
+"""Splicing: a program is written into a copy of a captured graph.
 
-Captured nodes are copied in order. In place of a tap, the program's calls at that tap follow, and uses of a replaced tensor go to its
-replacement. In-place edits need no special treatment: they are calls on the value that the model uses, and lowering functionalizes them
-like the model's own. Then :mod:`~nnsight.fx.splicing.passes` simplify the graph.
+Captured nodes are copied in order. Each tap is replaced by the program's calls at that tap, and uses of a replaced tensor are redirected to
+its replacement. In-place edits need no special treatment: they are calls on the value that the model uses, and lowering functionalizes
+them like the model's own edits. Then :mod:`~nnsight.fx.splicing.passes` simplify the graph.
 
-Its inputs are those of the captured graph, then values from the piece before (if the graph was cut), then the program's externals and its
-numbers. A float is a scalar tensor, whose item the graph takes, as in dynamo's graphs.
+The inputs of the new graph are those of the captured graph, values from earlier pieces (if the graph was cut), the program's externals, and
+its numbers. A float is passed as a scalar tensor, and the graph calls its ``item``, as in dynamo's graphs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..block_events import (
     Write,
     given,
 )
-from ..capturing.graph import CapturedGraph, Switched
+from ..capturing.graph import CapturedGraph, SwitchedModes
 from ..effects import edited
 from .passes import run_passes
 from .pieces import (
@@ -42,17 +42,18 @@ from .pieces import (
     appended_to,
     emit,
     is_made_of_sizes,
+    is_of_numbers,
     numbers,
     references,
     select_numbers,
 )
 
-#: Functions that make an initial state like another tensor, and what makes it of its sizes.
+#: Functions that create an initial state from another tensor, and the functions that create it from sizes.
 _MADE_LIKE = {"zeros_like": torch.zeros, "ones_like": torch.ones, "empty_like": torch.zeros}
 
 
 def splice(graph: CapturedGraph, piece: Piece, program: BlockEvents, stop: int, results: Sequence[Result]) -> SplicedGraph:
-    """Write ``program`` into the nodes ``piece.start`` to ``stop`` of ``graph``, which is not changed; return ``results``."""
+    """Return a new graph: the nodes ``piece.start`` to ``stop`` of ``graph`` with ``program`` in them. It returns ``results``."""
     return _Splicer(graph, piece, program, stop).run(results)
 
 
@@ -72,7 +73,7 @@ class _Splicer:
         self.marks: dict[str, str] = {}
         self.passive = self.graph.tapped.keys() | self.graph.identities.keys()
         self.skip_to: torch.fx.Node | None = None
-        self.skipped: dict[torch.fx.Node, torch.fx.Node] = {}  # with the first node behind the skipped ones
+        self.skipped: dict[torch.fx.Node, torch.fx.Node] = {}  # skipped nodes, each with the tap at which its skip ends
         self.used_inputs: list[int] = []
         self.external_nodes: list[torch.fx.Node] = []
         self.declared = [step.event for step in program.steps if isinstance(step.event, Declare)]
@@ -94,7 +95,7 @@ class _Splicer:
             elif node.op not in ("placeholder", "output") and node not in self.passive:
                 self.env[node] = self.new.node_copy(node, self._captured)
         stopped_at = self.graph.tap_number.get(last)
-        if stopped_at is not None:  # the graph was cut here, after these calls
+        if stopped_at is not None:  # the program has calls at the tap where the graph is cut
             self._at_tap(stopped_at)
             self._switched(last).leave(self.new, self.env, self.grad)
         returned = [
@@ -131,12 +132,12 @@ class _Splicer:
                 self.numbers[taken] = self.new.call_method("item", (placeholder,))
 
     def _needed_inputs(self, results: Sequence[Result]) -> set[int]:
-        """Return the positions of the inputs to take: all of an uncut graph, those in use behind a cut."""
+        """Return the positions of the inputs to take: all inputs of an uncut graph, or the used inputs after a cut."""
         index = self.piece.input_index
         if self.piece.start == 0:
             return set(range(len(self.piece.inputs)))
         used = {result for result in results if isinstance(result, torch.fx.Node)}
-        for node in self.graph.nodes[self.piece.start : self.stop]:
+        for node in (*self.piece.repeated, *self.graph.nodes[self.piece.start : self.stop]):
             used.update(node.all_input_nodes)
         needed = {index[node] for node in used if node in index}
         for steps in self.steps.values():
@@ -144,57 +145,60 @@ class _Splicer:
                 needed.update(reference.index for reference in references(step.event) if isinstance(reference, Input))
         return needed
 
-    def _switched(self, node: torch.fx.Node) -> Switched:
+    def _switched(self, node: torch.fx.Node) -> SwitchedModes:
         """Return the modes that the captured graph has switched before ``node``, a tap."""
-        return self.graph.switched.get(node, Switched())
+        return self.graph.switched.get(node, SwitchedModes())
 
     def _captured(self, node: torch.fx.Node) -> Any:
-        """Return the new node for a captured one."""
+        """Return the new node for a captured node."""
         while node not in self.env:
-            source = self.graph.identities.get(node) or edited(node)  # a buffer that a skipped module would have edited
+            if is_of_numbers(node):  # of an earlier piece, or of a skipped module
+                self.env[node] = self.new.node_copy(node, self._captured)
+                break
+            source = self.graph.identities.get(node) or edited(node)  # a skipped module edits no buffer
             if source is not None:
                 node = source
                 continue
             if node not in self.graph.tapped:
                 raise ValueError(
-                    f"{self._skipped_module(node)} cannot be skipped in this compiled trace: the model uses a value that is computed "
-                    f"inside it ({node.name}) in another way than as its output, such as a state that it keeps. Use "
-                    "`trace(..., compile=False)`, or `use_cache=False` if it is kept in a cache."
+                    f"{self._skipped_module(node)} cannot be skipped in this compiled trace: the model uses a value from inside it "
+                    f"({node.name}) that is not its output, such as a state for the next step. Use `trace(..., compile=False)`, or "
+                    "`use_cache=False` if the value is stored in a cache."
                 )
             tap, leaf = self.graph.tapped[node]
             node = self.graph.taps[tap].leaves[leaf]
         return self.env[node]
 
     def _skipped_module(self, node: torch.fx.Node) -> str:
-        """Name the skipped module that computes ``node``."""
+        """Return the name of the skipped module that computes ``node``, for a message."""
         number = self.graph.tap_number.get(self.skipped.get(node, node))
         return "A module" if number is None else f"`{self.graph.taps[number].location.removesuffix('.output')}`"
 
     def _stored(self, node: torch.fx.Node) -> torch.fx.Node:
-        """Return the node for a value that the model stores or returns for the next step, such as the keys of a cache.
+        """Return the captured node to use for ``node``, a value that the model stores or returns, such as the keys of a cache.
 
-        A skipped module stores nothing, so the former value stays: the keys to which it would have appended its own. Where nothing was
-        stored, it is the initial value that the module would have made.
+        A skipped module stores nothing, so the former value stays: the keys to which the module would have appended its own. If nothing was
+        stored yet, it is the initial value that the module would have created.
         """
         while node in self.skipped and node not in self.env:
             if not all(user.op == "output" or user in self.skipped for user in node.users):
-                return node  # the rest of the model computes with it
+                return node  # the rest of the model computes with this value
             former = edited(node) or appended_to(node)
             if former is None:
-                self._begin_with(node)
+                self._add_initial(node)
                 return node
             node = former
         return node
 
-    def _begin_with(self, node: torch.fx.Node) -> None:
-        """Compute a tensor that a skipped module makes of sizes alone, such as the zeros of an initial state."""
+    def _add_initial(self, node: torch.fx.Node) -> None:
+        """Compute ``node`` if a skipped module creates it from sizes alone, such as the zeros of an initial state."""
         example = node.meta.get("example_value")
         if not isinstance(example, torch.Tensor):
             return
         if is_made_of_sizes(node):
             for made_of in node.all_input_nodes:
                 if made_of in self.skipped and made_of not in self.env:
-                    self._begin_with(made_of)
+                    self._add_initial(made_of)
             self.env[node] = self.new.node_copy(node, self._captured)
             return
         make = _MADE_LIKE.get(getattr(node.target, "__name__", ""))

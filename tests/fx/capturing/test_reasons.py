@@ -242,8 +242,8 @@ def test_a_model_that_breaks_its_graph_is_compiled_and_does_not_warn() -> None:
         kinds += [capture.kind for capture in tracer.report.captures]
         reasons += map(str, tracer.report.captures)
     assert {"break", "size"} <= set(kinds) <= {"break", "size", "type"}
-    assert "the first call of `Breaks.forward`, behind a break of the graph" in reasons
-    assert "another module of the class, behind a break of the graph" in reasons
+    assert "the first call of `Breaks.forward`, after a graph break" in reasons
+    assert "another module of the same class, after a graph break" in reasons
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_model_that_breaks_its_graph_is_compiled_and_does_not_warn() -> None:
         ("Mod(args[0].size()[1], 8) == 0", "another length of prompt: 5"),
         ("the_model._modules['table'].training == True", "`model.table` is in eval mode now"),
         ("KeyError on kwargs['labels']", "`labels` is not given now"),
-        ("GLOBAL_STATE changed: num_threads ", "num_threads of torch is another"),
+        ("GLOBAL_STATE changed: num_threads ", "torch's num_threads has changed"),
         ("something(else)", "a condition of torch: something(else)"),
         ("x" * 500, "…"),
     ],

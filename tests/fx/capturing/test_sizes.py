@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -235,6 +236,53 @@ def test_a_piece_behind_a_cut_serves_all_lengths() -> None:
     for length in (5, 8, 11):
         run(length)
     assert fx.counters.captures == fx.counters.recordings == fx.counters.compiles == 0
+
+
+class Reshaped(torch.nn.Module):
+    """Is given numbers that the model computes from its sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, count: int, scale: float) -> torch.Tensor:
+        return self.linear(x.reshape(count, 4)).reshape(x.shape) / scale
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Reshaped() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = x.shape[0] * x.shape[1]
+        scale = math.sqrt(count) + count / 3
+        for layer in self.layers:
+            x = layer(x, count, scale)
+        return x
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_numbers_of_the_model_are_computed_again_behind_a_cut(backend: str) -> None:
+    """A symbolic float cannot be an input of a piece; and a backend knows the symbols if it is given them, not their product."""
+    torch.manual_seed(0)
+    net = Layers()
+    model = NNsight(net, compile={"backend": backend, "dynamic": True, "regions": False})
+    for length in (5, 6, 7):
+        x = torch.randn(2, length, 4)
+        with torch.no_grad(), model.trace(x) as tracer:
+            for layer in model.layers[:2]:
+                if layer.output.sum() > -1e9:
+                    layer.output *= 2.0
+            out = model.output.save()
+        hooks = Hooks(net).output("layers.0", lambda value: value * 2.0).output("layers.1", lambda value: value * 2.0)
+        with torch.no_grad():
+            close(out, hooks(x))
+        assert len(tracer.report.breaks) == 2 and tracer.report.compiles == (3 if length == 5 else 0)
+        for piece in tracer.report.pieces:
+            inputs = piece.variant.spliced.graph_module.graph.find_nodes(op="placeholder")
+            sizes = [node.meta["example_value"] for node in inputs if isinstance(node.meta.get("example_value"), torch.SymInt)]
+            assert all(size.node.expr.is_symbol for size in sizes)
 
 
 # -- a backend that lowers no symbolic sizes ---------------------------------------------------------------------------

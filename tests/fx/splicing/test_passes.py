@@ -118,6 +118,7 @@ FAILING: list[Callable[..., torch.fx.Node]] = [
     lambda b, x: b.call(torch.nn.functional.embedding, b.inputs[1], x),
     lambda b, x: b.call(torch.nn.functional.softmax, x, 9),
     lambda b, x: b.call(torch.linalg.inv, x),
+    lambda b, x: b.call(torch.quantile, x, b.inputs[1]),
     lambda b, x: b.call(torch.ops.aten.index.Tensor, x, [b.inputs[1]]),
 ]
 

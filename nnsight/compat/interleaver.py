@@ -122,7 +122,7 @@ class Interleaver(runtime.Interleaver):
     def check_cache_full(self) -> None:
         """Warn of modules that a cache of this run should keep, but that have not been called since the cache was made."""
         for mediator, cache in self.caches:
-            missed = ", ".join(f"`{path}`" for path in cache.missed())
+            missed = ", ".join(f"`{path}`" for path in cache.uncalled_modules())
             if missed:
                 message = f"A cache of {mediator.name!r} has nothing of {missed}: not called since the cache was made."
                 warnings.warn(message, UserWarning, stacklevel=2)

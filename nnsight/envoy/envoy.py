@@ -306,7 +306,7 @@ class Envoy(Located):
         if module not in self._tree.paths:
             if getattr(self._module, name) is not module:  # a property that creates a new module at each read
                 return module
-            self._tree.take_in(self._module, name)
+            self._tree.add_module(self._module, name)
         starts: list[Envoy] = [self, *self._tree.roots]
         for start in starts:
             for _, envoy in Envoy.named_modules(start):

@@ -211,8 +211,8 @@ class State:
         twin: The state that an earlier run reached by the same events, with constants in place of numbers.
         stack_trace: The user's line, as torch shows it in graphs.
         variants: Variants of the program that ends here, by their end and their results.
-        wanting: For a visit, whether each new value requires a gradient; see :mod:`~nnsight.fx.recording.autograd_state`.
-        behind: For a cut, the next piece, and its inputs from earlier pieces.
+        requires_grad: For a visit, whether each new value requires a gradient; see :mod:`~nnsight.fx.recording.autograd_state`.
+        next_piece: For a cut, the next piece, and its inputs from earlier pieces.
     """
 
     parent: State | None = None
@@ -224,8 +224,8 @@ class State:
     twin: State | None = None
     stack_trace: str = ""
     variants: dict[Any, Any] = field(default_factory=dict)
-    wanting: tuple[bool | None, ...] | None = None
-    behind: tuple[Any, tuple[Any, ...]] | None = None
+    requires_grad: tuple[bool | None, ...] | None = None
+    next_piece: tuple[Any, tuple[Any, ...]] | None = None
 
     @property
     def does_work(self) -> bool:

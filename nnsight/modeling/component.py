@@ -14,7 +14,7 @@ import torch
 
 from ..envoy.envoy import Envoy
 from ..runtime.interleaver import active_interleaver
-from ..runtime.modules.attached import Attached
+from ..runtime.modules.hook_state import HookState
 from ..runtime.modules.tree import ModuleTree
 from ..runtime.tracer import Driver
 from ..tracing import Backend
@@ -35,7 +35,7 @@ class Subtree:
         self._version = 0
         self._seen = -1  # the version of the whole tree for which `_version` was computed
         self._modules: dict[torch.nn.Module, str] = {}
-        self._attached = Attached(())
+        self._attached = HookState(())
 
     @property
     def version(self) -> int:
@@ -45,7 +45,7 @@ class Subtree:
             below = f"{self.path}."
             modules = {module: path for module, path in self.whole.paths.items() if f"{path}.".startswith(below)}
             if modules != self._modules:
-                self._modules, self._attached = modules, Attached(modules)
+                self._modules, self._attached = modules, HookState(modules)
                 self._version += 1
             elif self._attached.changed():
                 self._version += 1

@@ -145,7 +145,7 @@ class ModelTracer(InterleavingTracer):
         if self._attempt is None:
             return super().execute(function)
         assert self.scope is not None
-        with self._attempt.written_down(function) as (journal, listened):
+        with self._attempt.keeping_journal(function) as (journal, listened):
             super().execute(listened)
             self._attempt.learn(journal, self.scope, self.report.spliced)
         return None

@@ -180,7 +180,7 @@ class BoundProgram:
 
             self._runs = KnownRuns()
         tensors = [*constants.values(), *inputs.weights()]
-        with self._runs.written_down() as journal:
+        with self._runs.keeping_journal() as journal:
             output, saves, made = self.interpret(driver, args, kwargs, constants, report, returns, journal)
             saved = values_of(saves, made)
             self._runs.learn(driver, journal, saved, tensors, report)
@@ -202,11 +202,11 @@ class BoundProgram:
         interpreter.on_log = print
         blocks = interpreter.mediators(0)
         if journal is not None:
-            from ..fx.replay.known_runs import listening
+            from ..fx.replay.known_runs import with_early_calls
 
             for block in blocks:
                 assert block.intervention is not None
-                block.intervention = listening(journal, block.intervention)
+                block.intervention = with_early_calls(journal, block.intervention)
         interleaver = Interleaver(blocks)
         interleaver.returns, interleaver.inputs = returns, list(constants.values())
         if journal is not None and len(blocks) == 1:

@@ -26,7 +26,7 @@ class ProgramTrace(Backend):
     def __call__(self, tracer: Any) -> Any:
         model = tracer._model
         driver = tracer._choose_driver()
-        recorded = record(tracer, super().__call__(tracer), for_others=True)
+        recorded = record(tracer, super().__call__(tracer), for_other_inputs=True)
         tracer.program = Program(recorded.job, recorded.fixed, tracer.info)
         bound = BoundProgram(recorded.job, model, (), recorded.tensors)
         args, kwargs = recorded.arguments
@@ -78,7 +78,7 @@ def program_of(rerun: Rerun | None, ran_here: bool) -> Program:
     token = saves.set({})
     try:
         send = run if ran_here and rerun.has_inputs else None
-        recorded = record(tracer, tracer.compile(), for_others=True, send=send, cuts=CONFIG.API.CUTS)
+        recorded = record(tracer, tracer.compile(), for_other_inputs=True, send=send, cuts=CONFIG.API.CUTS)
     finally:
         saves.reset(token)
         tracer._close()

@@ -30,9 +30,9 @@ from ..program.format.errors import ExecutionFailedError, InvalidProgramError
 from ..program.format.limits import Limits
 from ..program.format.payload import Job, decode_known, fact
 from ..program.format.trees import ABSENT, read_tree
-from ..program.run.draws import drops
+from ..program.run.draws import has_active_dropout
 from ..program.run.execution import execute, prepared, results_of, run_blocks
-from ..program.run.generations import RETURNED, Returned, Tokens, ends_of, joins
+from ..program.run.generations import RETURNED, ReturnedRows, Tokens, ends_of, joins
 from ..program.run.interpreter import Interpreter
 from ..program.run.validation import check_call, inputs_of, validate
 from ..runtime.interleaver import Interleaver
@@ -62,7 +62,7 @@ class Tenant(BatchGroup):
         """Return the view of this job on ``whole``, the value at a location."""
         self.shared.clear()
         if self.tokens is not None and location in RETURNED:
-            return Returned(self, location, occurrence, whole, self.tokens)
+            return ReturnedRows(self, location, occurrence, whole, self.tokens)
         return super().view(location, occurrence, whole)
 
     def rows_of(self, tensor: torch.Tensor, found: Any) -> Any:
@@ -118,7 +118,7 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
     described = fact(job, "described", lambda: _described_job(job))
     if not described:
         return None
-    if drops(model._tree.paths):
+    if has_active_dropout(model._tree.paths):
         return None  # random numbers of a job would depend on the other jobs
     if run["call"] == "generate":
         check_call(model, run, limits or Limits())

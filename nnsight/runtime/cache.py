@@ -159,7 +159,7 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
             run.check_request(f"{path}.{key}")
             run.observe(f"{path}.{key}", partial(self.observe, path, key), mediator)
 
-    def missed(self) -> list[str]:
+    def uncalled_modules(self) -> list[str]:
         """Return the paths of the modules that were not called."""
         return [path for path, entry in self._entries.items() if not len(entry)]
 

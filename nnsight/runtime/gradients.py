@@ -64,7 +64,7 @@ class Gradient:
 
     def _offer(self) -> str:
         """Register a hook that offers the gradient during the backward pass; return the gradient's location."""
-        run, tensor = active_interleaver(), known_to_autograd(self._tensor)
+        run, tensor = active_interleaver(), gradient_source(self._tensor)
         assert isinstance(run, _BackwardInterleaver)
         known = run.locations.get(id(tensor))
         # `locations` also holds the tensor, so that its id is not reused.
@@ -85,17 +85,17 @@ class Gradient:
 _gradient_sources = WeakIdKeyDictionary()
 
 
-def stand_for(tensor: torch.Tensor, other: torch.Tensor) -> None:
+def share_gradient(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Let ``tensor.grad`` be the gradient of ``other``. The user holds ``tensor``, which is a view of ``other``."""
     _gradient_sources[tensor] = other
 
 
-def refuse(tensor: torch.Tensor) -> None:
+def refuse_gradient(tensor: torch.Tensor) -> None:
     """Make ``tensor.grad`` an error until ``tensor`` is edited in place, because autograd would compute only a part of the gradient."""
     _gradient_sources[tensor] = tensor._version
 
 
-def known_to_autograd(tensor: torch.Tensor) -> torch.Tensor:
+def gradient_source(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor in the autograd graph that has the whole gradient of ``tensor``.
 
     Raises:
@@ -229,7 +229,7 @@ def differentiate(
     """
 
     def flow() -> None:
-        inputs = [known for tensor in tensors if (known := known_to_autograd(tensor)).requires_grad]
+        inputs = [known for tensor in tensors if (known := gradient_source(tensor)).requires_grad]
         if inputs:
             torch.autograd.grad(loss, inputs, gradient, allow_unused=True, **how)
 

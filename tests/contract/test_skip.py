@@ -283,6 +283,35 @@ def test_a_state_that_is_made_anew_is_refused(kind: type[Keeping], a: torch.Tens
     assert net[1].state is None
 
 
+class Counting(torch.nn.Module):
+    """Returns a number, which dynamo makes a symbol, beside a tensor."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return x * 2, x.shape[0] * x.shape[1]
+
+
+class Counted(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counting = Counting()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden, count = self.counting(x)
+        return hidden.reshape(count)
+
+
+def test_a_skipped_module_that_returns_a_number_made_of_sizes() -> None:
+    model = NNsight(Counted(), compile={"backend": "eager", "dynamic": True})
+    for length in (5, 6):
+        x = torch.randn(2, length)
+        with model.trace(x):
+            hidden = model.counting.input
+            model.counting.skip((hidden * 3, hidden.shape[0] * hidden.shape[1]))
+            out = model.output.save()
+        same(out, (x * 3).reshape(-1))
+    assert nnsight.fx.counters.captures == 1
+
+
 # -- invokes ----------------------------------------------------------------------------------------------------------
 
 

@@ -63,7 +63,7 @@ class Form(Backend):
         raise NotImplementedError
 
     def __call__(self, tracer: Any) -> None:
-        recorded = record(tracer, super().__call__(tracer), for_others=True)
+        recorded = record(tracer, super().__call__(tracer), for_other_inputs=True)
         program = tracer.program = Program(recorded.job, recorded.fixed)
         self.programs.append(program)
         recorded.fill(*_as_results(recorded.job.saves, self.run(program, *recorded.arguments)))

@@ -95,7 +95,7 @@ class DeferredOutput:
         return made
 
     @property
-    def is_wanted(self) -> bool:
+    def is_referenced(self) -> bool:
         """Whether a stand-in is still referred to."""
         return any(reference() is not None for _, reference in self._given)
 
@@ -112,7 +112,7 @@ class DeferredOutput:
     def fulfil(self, output: Any) -> None:
         """Turn the stand-ins into the objects in ``output``, which the model has returned."""
         self._run = None
-        if not self.is_wanted:
+        if not self.is_referenced:
             return
         try:
             leaves = leaves_of(output, self._structure)

@@ -121,7 +121,7 @@ class PieceRunner(CallRecorder):
         if self.filled:
             args, kwargs = pytree.tree_map(real_of, (args, kwargs))
         if function is torch.autograd.grad:
-            args = (args[0], tuple(map(gradients.known_to_autograd, args[1])), *args[2:])
+            args = (args[0], tuple(map(gradients.gradient_source, args[1])), *args[2:])
         result = function(*args, **kwargs)
         self.note_exported(function, result)
         return result
@@ -151,11 +151,11 @@ class PieceRunner(CallRecorder):
         else:
             self._report(cut, instead)
         self.as_captured = False
-        if self.state.behind is None:  # it is the same for each run that reaches this state
+        if self.state.next_piece is None:  # it is the same for each run that reaches this state
             piece = Piece.of(self.graph, stop)
             piece = piece.without_duplicates([self.resolve(node) for node in piece.inputs])
-            self.state.behind = piece, piece.inputs[len(self.graph.placeholders) :]
-        behind, wanted = self.state.behind
+            self.state.next_piece = piece, piece.inputs[len(self.graph.placeholders) :]
+        behind, wanted = self.state.next_piece
         alive, carried = self._run_piece(stop, wanted, cut, observed)
         self.state = self.step(Cut(self.tap.index, alive))
         self.start_tables([*self.inputs[: len(self.graph.placeholders)], *carried])
@@ -222,7 +222,7 @@ class PieceRunner(CallRecorder):
         """
         run = self.run
         unseen = self.graph.may_stand_in and not run.returns and not run.waited and self.state is not self.graph.start
-        return unseen and self.as_captured and not any(output.is_wanted for output in run.deferred_outputs or ())
+        return unseen and self.as_captured and not any(output.is_referenced for output in run.deferred_outputs or ())
 
     def _compute_live_tensors(self) -> None:
         """Run the graph node by node up to the tap where a block failed: the user may hold tensors from before, as in an eager trace."""
@@ -310,9 +310,9 @@ class PieceRunner(CallRecorder):
             if become(lazy, real):
                 held.add(id(lazy))
                 if known is not real and known.requires_grad:
-                    gradients.stand_for(lazy, known)
+                    gradients.share_gradient(lazy, known)
                 if positions[index] in partial and lazy.requires_grad:
-                    gradients.refuse(lazy)
+                    gradients.refuse_gradient(lazy)
             else:
                 self.filled.append(lazy)
 
@@ -328,7 +328,7 @@ def refuse_edited(arguments: Sequence[Any], partial: frozenset[int]) -> None:
     """Refuse gradients of the arguments of a graph that it has edited, at the places ``~n`` among ``partial``: they are incomplete."""
     for place in partial:
         if place < 0 and isinstance(arguments[~place], torch.Tensor) and arguments[~place].requires_grad:
-            gradients.refuse(arguments[~place])
+            gradients.refuse_gradient(arguments[~place])
 
 
 def _mentions_backward(block: Any) -> bool:

@@ -90,7 +90,7 @@ def become(lazy: LazyTensor, real: torch.Tensor) -> bool:
             with contextlib.suppress(RuntimeError):
                 torch.utils.swap_tensors(lazy, real.view_as(real) if share else real)
                 if share and real.requires_grad:
-                    gradients.stand_for(lazy, real)
+                    gradients.share_gradient(lazy, real)
                 if len(attributes) > len(_ATTRIBUTES):  # keep the attributes that the block has set
                     lazy.__dict__.update({name: value for name, value in attributes.items() if name not in _ATTRIBUTES})
                 return True

@@ -52,7 +52,7 @@ def _put_back(chosen: Any) -> None:
 
 
 #: The change that makes both kinds visible; each recording enters it while it is active.
-shown = SharedChange(_replace, _put_back)
+made_visible = SharedChange(_replace, _put_back)
 
 
 def _is_recording() -> bool:

@@ -40,7 +40,7 @@ from .deferred_outputs import DeferredOutput, is_of_root
 from .execution import PieceRunner
 from .functions import instead_of
 from .lazy import LazyTensor
-from .opaque_functions import shown
+from .opaque_functions import made_visible
 
 
 class Recording(PieceRunner):
@@ -53,7 +53,7 @@ class Recording(PieceRunner):
         before = run.check_replacement, run.check_skip, run.check_location
         run.check_replacement, run.check_skip, run.check_location = self._check_replacement, self._check_skip, self._check_location
         try:
-            with stage("record"), shown, self.modes.of_a_block(), self:
+            with stage("record"), made_visible, self.modes.of_a_block(), self:
                 index = 0
                 while run.waited:  # a block has code left to run
                     tap = self._next_stop(index)
@@ -75,7 +75,7 @@ class Recording(PieceRunner):
             raise
         except BaseException as error:
             if error is run.failure:  # a block failed: end the others while their tensors can still be computed
-                with shown, self.modes.of_a_block(), self:
+                with made_visible, self.modes.of_a_block(), self:
                     run.end_blocks()
             if isinstance(error, Exception):
                 self._compute_live_tensors()
@@ -160,7 +160,7 @@ class Recording(PieceRunner):
                 f"`{path}` cannot be skipped in this compiled trace: dynamo broke the graph inside it. Use `trace(..., compile=False)`."
             )
         leaves = [
-            self.graph.fake(leaf, self.binding) if until.is_tensor(leaf) else self.graph.constant_leaf(until, leaf, ())
+            self.graph.fake(leaf, self.binding) if until.is_tensor(leaf) else self.graph.constant_leaf(until, leaf, self.binding)
             for leaf in until.leaves
         ]
         self._check_leaves(until, leaves, value)
@@ -185,12 +185,12 @@ class Recording(PieceRunner):
                 reference = ValueNumber(len(self.fakes) - 1)
             references.append(reference)
         state = self.step(Visit(tap.index, tuple(fresh)))  # also without new tensors, because the taps of calls are part of the program
-        if state.wanting is None:
+        if state.requires_grad is None:
             before = len(self.requires_grad)
             self.requires_grad += [node.meta["example_value"].requires_grad for node in nodes]  # as captured, until it is known
-            state.wanting = tuple(wanting_at(self, node) for node in nodes)
+            state.requires_grad = tuple(wanting_at(self, node) for node in nodes)
             del self.requires_grad[before:]
-        self.requires_grad += state.wanting
+        self.requires_grad += state.requires_grad
         return [
             self._object(reference)
             if isinstance(reference, (ValueNumber, Input, External))

@@ -139,8 +139,8 @@ class KnownRuns:
         counters.add("replays")
         return output, playback.saved(), playback.report
 
-    def written_down(self) -> contextlib.AbstractContextManager[Journal]:
-        """Keep a journal of the run in this context. Its blocks must be wrapped by :func:`listening`."""
+    def keeping_journal(self) -> contextlib.AbstractContextManager[Journal]:
+        """Keep a journal of the run in this context. Its blocks must be wrapped by :func:`with_early_calls`."""
         return kept_journal()
 
     def learn(
@@ -159,7 +159,7 @@ class KnownRuns:
         known.plans.pop((graph, binding), None)
 
 
-def listening(journal: Journal, function: Callable[[], None]) -> Callable[[], None]:
+def with_early_calls(journal: Journal, function: Callable[[], None]) -> Callable[[], None]:
     """Return ``function``, the function of a block, such that the journal notes the calls before its first request."""
     return functools.partial(EarlyCalls(journal).run, function)
 

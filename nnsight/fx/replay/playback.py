@@ -169,10 +169,10 @@ class Playback:
             if id(real) in held:  # referred to elsewhere, so the block gets a new object, as a lazy tensor would be
                 shared, real = real, real.view_as(real)
                 if shared.requires_grad:
-                    gradients.stand_for(real, shared)
+                    gradients.share_gradient(real, shared)
             held.add(id(real))
             if position in partial and real.requires_grad:
-                gradients.refuse(real)
+                gradients.refuse_gradient(real)
             self._values[index] = real
         refuse_edited(arguments, partial)
         return graph.stand_ins(binding) if variant.unseen else variant.deliver(computed, inputs, externals)

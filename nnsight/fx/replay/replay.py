@@ -179,7 +179,7 @@ class Attempt:
         return playback
 
     @contextlib.contextmanager
-    def written_down(self, function: Callable[[], None]) -> Iterator[tuple[Journal, Callable[[], None]]]:
+    def keeping_journal(self, function: Callable[[], None]) -> Iterator[tuple[Journal, Callable[[], None]]]:
         """Keep a journal of the run in this context. Yields the journal, and the function to run in place of ``function``."""
         with kept_journal(self.filled) as journal:
             yield journal, functools.partial(EarlyCalls(journal).run, function)

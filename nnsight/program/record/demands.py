@@ -56,7 +56,7 @@ def _tolist_at_once(fake: FakeTensor) -> Any:
 
 
 #: While active, the ``tolist`` of a fake tensor is one call for the recorder.
-whole_lists = SharedChange(
+tolist_as_one_call = SharedChange(
     lambda: setattr(FakeTensor, "tolist", _tolist_at_once), lambda _: setattr(FakeTensor, "tolist", _tolist)
 )
 

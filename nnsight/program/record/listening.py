@@ -111,7 +111,7 @@ class RecordingMediator(compat.Mediator):
                 recorder.stop()
 
 
-class Operators(Guesses):
+class OperatorMode(Guesses):
     """Passes the torch operators of blocks to the recorder, and guesses where the model asks for values."""
 
     def __init__(self, recorder: Recorder) -> None:

@@ -137,7 +137,7 @@ _open: list[_Console] = []
 
 
 @contextlib.contextmanager
-def listening(prints: Prints) -> Iterator[None]:
+def captured_output(prints: Prints) -> Iterator[None]:
     """Pass the output of blocks in this context to ``prints``."""
     with _lock:
         console = _open[0] if _open else _Console(sys.stdout)

@@ -45,7 +45,7 @@ class NodeRecorder(SizeReads):
     """Records the calls of blocks. It is the torch function mode of a recording.
 
     Args:
-        for_others: Whether to record which sizes blocks read, see :mod:`~nnsight.program.format.sizes`.
+        for_other_inputs: Whether to record which sizes blocks read, see :mod:`~nnsight.program.format.sizes`.
 
     Attributes:
         nodes: The nodes so far.
@@ -62,7 +62,7 @@ class NodeRecorder(SizeReads):
     model: FakeModel
     cuts: Cuts
 
-    def __init__(self, for_others: bool = False) -> None:
+    def __init__(self, for_other_inputs: bool = False) -> None:
         super().__init__()
         self.nodes: list[Node] = []
         self.runs: list[dict[str, Any]] = []
@@ -74,8 +74,8 @@ class NodeRecorder(SizeReads):
         self.gradients = Gradients(self)
         self.prints = Prints(self)
         self.own = OwnTensors(self)
-        self._for_others = for_others
-        self.runs_again = for_others  # whether the program may run several times; `_for_others` is set for each generation, too
+        self._for_other_inputs = for_other_inputs
+        self.runs_again = for_other_inputs  # whether the program may run several times; `_for_other_inputs` is set for each generation, too
         self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of recorded sizes
         self._called: tuple[str, list[Any]] = "", []  # name of the function that the block calls, and the leaves of its arguments
         self._paused = False
@@ -163,9 +163,8 @@ class NodeRecorder(SizeReads):
         """Return a context in which each call of an ``autograd.Function`` is checked, if the program may run again."""
         if not self.runs_again:
             return contextlib.nullcontext()
-        from ...fx.recording.opaque_functions import shown  # slow to import
 
-        return shown
+        return made_visible
 
     def check_autograd_function(self, kind: type) -> None:
         """Refuse a ``torch.autograd.Function`` in a program that may run again, because its custom gradient would be lost."""
@@ -205,7 +204,7 @@ class NodeRecorder(SizeReads):
         kwargs = kwargs or {}
         if not self.listens:
             return function(*args, **kwargs)
-        if self._for_others or self._unknown is not None:
+        if self._for_other_inputs or self._unknown is not None:
             args, kwargs = (pytree.tree_map(plain, part) for part in (args, kwargs))
         name = getattr(function, "__name__", "")
         if self.inputs is not None:
@@ -376,7 +375,7 @@ class NodeRecorder(SizeReads):
             if any(isinstance(leaf, torch.SymInt) for leaf in pytree.tree_leaves((args, kwargs))):
                 raise refused(f"`{self._called[0]}` computes with a size that depends on values. {WITHOUT_SIZE}") from error
             raise refused(f"`{name}` has an argument that cannot be sent: {error}.") from error
-        if self._for_others:
+        if self._for_other_inputs:
             self._look_for_torch(name, args)
         if is_in_place(name):
             self._edit(args[0])

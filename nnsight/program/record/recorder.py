@@ -36,14 +36,14 @@ from ..format.operators import DRAWING
 from ..format.payload import Job
 from ..format.sizes import has_unknown_size
 from ..format.trees import write_tree
-from ..run.draws import drawn_seed, samples
+from ..run.draws import drawn_seed, may_draw
 from ..run.fake_runs import fake_model_of
 from ..run.occurrences import keys_of, lists_in, places_of, structure_of, tensors_at
 from .binding import Recorded
-from .demands import Cuts, whole_lists
+from .demands import Cuts, tolist_as_one_call
 from .inputs import NamedInputs, input_tree
-from .listening import OBSERVERS, Operators, PreparedRun, RecordingInterleaver, RecordingMediator
-from .printing import listening
+from .listening import OBSERVERS, OperatorMode, PreparedRun, RecordingInterleaver, RecordingMediator
+from .printing import captured_output
 from .pruning import pruned
 from .recorded_calls import NodeRecorder
 from .refusals import WITHOUT_SIZE, refused
@@ -54,7 +54,7 @@ from .visits import Visit
 def record(
     tracer: Any,
     function: Callable[[], None],
-    for_others: bool = False,
+    for_other_inputs: bool = False,
     send: Callable[[bytes], bytes] | None = None,
     cuts: int = 0,
 ) -> Recorded:
@@ -63,14 +63,14 @@ def record(
     Args:
         tracer: The tracer of ``model.trace(...)`` or ``model.generate(...)``.
         function: The block of the trace, as ``Backend.__call__`` returns it.
-        for_others: Whether the program is for other inputs, too. If so, the sizes that it depends on are recorded.
+        for_other_inputs: Whether the program is for other inputs, too. If so, the sizes that it depends on are recorded.
         send: Runs a payload and returns its results. It is called when the block needs a value.
         cuts: Maximum number of calls of ``send``.
 
     Raises:
         NotExpressibleError: If the block needs Python that a program cannot contain, or more values than ``cuts`` allows.
     """
-    recorder = Recorder(for_others, send, cuts)
+    recorder = Recorder(for_other_inputs, send, cuts)
     try:
         recorder.run_trace(tracer, function)
         return recorder.finished(tracer)
@@ -87,7 +87,7 @@ def record_edits(tracer: Any) -> tuple[Job, dict[str, torch.Tensor], dict[str, s
     Raises:
         NotExpressibleError: If an edit needs values, or Python that a program cannot contain.
     """
-    recorder = Recorder(for_others=True)
+    recorder = Recorder(for_other_inputs=True)
     recorder.run_edits(tracer)
     recorder.prints.check()
     job = pruned(recorder.runs, recorder.nodes, recorder._roots, {}, recorder.tensors)[0]
@@ -99,8 +99,8 @@ class Recorder(NodeRecorder):
 
     report: Report
 
-    def __init__(self, for_others: bool = False, send: Callable[[bytes], bytes] | None = None, cuts: int = 0) -> None:
-        super().__init__(for_others)
+    def __init__(self, for_other_inputs: bool = False, send: Callable[[bytes], bytes] | None = None, cuts: int = 0) -> None:
+        super().__init__(for_other_inputs)
         self._common: NamedInputs | None = None  # named inputs of the blocks of a trace, which share their variables
         self._inputs: dict[int, NamedInputs] = {}  # named inputs of each edit, which has its own variables
         self.fixed: dict[str, str] = {}  # reasons why names are not inputs of the program, by name
@@ -124,11 +124,11 @@ class Recorder(NodeRecorder):
         waiting = [leaf for leaf in pytree.tree_leaves(self._outer) if isinstance(leaf, FakeTensor)]
         self._of_other_jobs.update({id(leaf): leaf for leaf in waiting if leaf not in self._refs})
         call = called_by(tracer)[0]
-        self._for_others = self._for_others or call == "generate"  # a generation may end earlier than on fakes, with other sizes
+        self._for_other_inputs = self._for_other_inputs or call == "generate"  # it may end earlier than on fakes
 
         def note(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self.runs[-1].update(args=input_tree(args, self.tensors), kwargs=input_tree(kwargs, self.tensors))
-            self._samples = self._samples or samples(tracer._modules, call, kwargs)
+            self._samples = self._samples or may_draw(tracer._modules, call, kwargs)
 
         self._run(tracer, note, lambda: InterleavingTracer.execute(tracer, function))
 
@@ -176,13 +176,13 @@ class Recorder(NodeRecorder):
         self.runs.append({"call": call, "args": {"list": []}, "kwargs": {"dict": []}})
         with quiet_fakes:
             self.model = fake_model_of(modules)
-        with torch.no_grad(), quiet_fakes, whole_lists, self.mode:
+        with torch.no_grad(), quiet_fakes, tolist_as_one_call, self.mode:
             tracer._call = (drive, PreparedRun(model), args, kwargs)
             tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
             self.running = True
             try:
-                with Operators(self), self, self.checked_functions(), listening(self.prints):
+                with OperatorMode(self), self, self.checked_functions(), captured_output(self.prints):
                     run()
             finally:
                 del tracer.make_mediator, tracer.make_interleaver

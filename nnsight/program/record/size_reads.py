@@ -44,7 +44,7 @@ class SizeReads(TorchFunctionMode):
     paused: Callable[[], Any]
     _called: tuple[str, list[Any]]
     _paused: bool
-    _for_others: bool
+    _for_other_inputs: bool
     _looked: set[tuple[int, int, int]]
     _refs: Any
     _unknown: Any
@@ -60,7 +60,7 @@ class SizeReads(TorchFunctionMode):
         looked = tensor
         if self.inputs is not None and isinstance(tensor, torch.Tensor) and self.inputs.name_of(tensor):
             looked = self.substitute(tensor)
-        if not isinstance(looked, FakeTensor) or not (self._for_others or has_unknown_size(looked)):
+        if not isinstance(looked, FakeTensor) or not (self._for_other_inputs or has_unknown_size(looked)):
             return function(*args, **kwargs)
         name, look = getattr(function, "__name__", ""), functools.partial(self._look, looked)
         if name == "size" and rest:
@@ -81,7 +81,7 @@ class SizeReads(TorchFunctionMode):
         """Record that a size of a value is read. Return the size if it depends on values, else ``None``."""
         if isinstance(tensor.shape[dim], torch.SymInt):
             return self.cuts.values_of([tensor], "size", _UNKNOWN_SIZE)[0].shape[dim]
-        if self._for_others:
+        if self._for_other_inputs:
             node, output = self._refs.get(tensor, (None, 0))
             if node is not None and (node, output, dim) not in self._looked:
                 self._looked.add((node, output, dim))

@@ -51,7 +51,7 @@ def generator_of(seed: int | None, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(secrets.randbits(62) if seed is None else seed)
 
 
-def drops(modules: Iterable[torch.nn.Module]) -> bool:
+def has_active_dropout(modules: Iterable[torch.nn.Module]) -> bool:
     """Whether one of ``modules`` is an active dropout."""
     return any(isinstance(module, _DropoutNd) and module.training and module.p for module in modules)
 
@@ -65,9 +65,9 @@ def check_parameters(name: str, parameter: Any) -> None:
         raise ValueError(f"`{name}` is given a parameter that is not between {low:g} and {high:g}.")
 
 
-def samples(tree: ModuleTree, call: str, kwargs: dict[str, Any]) -> bool:
+def may_draw(tree: ModuleTree, call: str, kwargs: dict[str, Any]) -> bool:
     """Whether a call of the model may draw random numbers."""
-    if drops(tree.paths):
+    if has_active_dropout(tree.paths):
         return True
     config = getattr(tree.root, "generation_config", None)
     return call == "generate" and bool(kwargs.get("do_sample", getattr(config, "do_sample", False)))

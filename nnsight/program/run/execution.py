@@ -23,7 +23,7 @@ from ..format.formats import limited
 from ..format.limits import Limits
 from ..format.payload import Job, decode_known
 from ..format.results import Tensors, pack_results
-from .draws import Drawing, generator_of, samples
+from .draws import Drawing, generator_of, may_draw
 from .interpreter import Interpreter
 from .validation import inputs_of, validate
 
@@ -76,7 +76,7 @@ def prepared(kind: type[R], model: NNsight, job: Job, limits: Limits, log: Calla
 def _run(interpreter: Interpreter, number: int, args: Any, kwargs: dict[str, Any]) -> None:
     model, call = interpreter.model, interpreter.job.runs[number]["call"]
     generation: Any = Generation(model) if call == "generate" else None  # type: ignore[arg-type]
-    draws = samples(model._tree, call, kwargs)
+    draws = may_draw(model._tree, call, kwargs)
     drawing = Drawing(interpreter.generator) if draws and interpreter.generator is not None else None
     driver = model._driver(False if interpreter.differentiates or draws else None, generation)
     interleaver = Interleaver(interpreter.mediators(number))

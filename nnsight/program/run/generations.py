@@ -90,7 +90,7 @@ class Tokens(Streamer):
         return self.length is not None and bool(self.length[group.start : group.start + group.size].all())
 
 
-class Returned(View):
+class ReturnedRows(View):
     """The rows of one job in the result of a generation, with as many columns as if the job ran alone."""
 
     def __init__(self, group: BatchGroup, location: str, occurrence: int, whole: Any, tokens: Tokens) -> None:

@@ -72,7 +72,7 @@ class RecordingBackend(ProgramBackend):
     """``remote="program"``: records the block as ``tracer.program``, and runs nothing."""
 
     def __call__(self, tracer: Any) -> Any:
-        recorded = record(tracer, Backend.__call__(self, tracer), for_others=True)
+        recorded = record(tracer, Backend.__call__(self, tracer), for_other_inputs=True)
         recorded.forget()
         tracer.program = Program(recorded.job, recorded.fixed, tracer.info)
 

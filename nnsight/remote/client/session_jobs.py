@@ -20,7 +20,7 @@ from ...modeling.tracing import session_backend
 from ...program.format.errors import NotExpressibleError
 from ...program.format.sizes import SIZE_METHODS
 from ...program.record.binding import Recorded
-from ...program.record.demands import whole_lists
+from ...program.record.demands import tolist_as_one_call
 from ...program.record.recorder import Recorder
 from ...program.record.refusals import refused
 from ...tracing import Backend
@@ -80,7 +80,7 @@ def record_session(tracer: Any, function: Callable[[], None], send: Callable[[by
     recorder = Recorder(send=send, cuts=cuts)
     token = session_backend.set(_TraceBackend(recorder))
     try:
-        with whole_lists, _BetweenTraces(recorder, tracer):
+        with tolist_as_one_call, _BetweenTraces(recorder, tracer):
             tracer.execute(function)
     finally:
         session_backend.reset(token)

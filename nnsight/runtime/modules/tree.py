@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..interleaver import Interleaver
-from .attached import Attached
+from .hook_state import HookState
 from .interception import Instrumentation, TracedCall
 from .listing import Operation, SourceError, listing_of, no_operation
 from .mentions import Chains
@@ -80,11 +80,11 @@ class ModuleTree:
         children = [module._modules for module in named.values()]
         self._parents = [(known, tuple(known.values())) for known in children if known]
         self._leaves = [known for known in children if not known]
-        self._attached = Attached(named.values())
+        self._attached = HookState(named.values())
         self.version += 1
         self._instrumentation = None
 
-    def take_in(self, owner: torch.nn.Module, name: str) -> None:
+    def add_module(self, owner: torch.nn.Module, name: str) -> None:
         """Add a module that is the attribute ``name`` of ``owner`` and not a child, with its submodules. Active runs intercept them too."""
         running, before = self._instrumentation, set(self.paths)
         self._attribute_modules.append((owner, name))

@@ -26,11 +26,11 @@ from ...program.format.errors import NotExpressibleError
 from ...program.format.operators import DRAWING, is_in_place, is_view
 from ...program.format.payload import Job
 from ...program.format.trees import write_tree
-from ...program.record.demands import whole_lists
+from ...program.record.demands import tolist_as_one_call
 from ...program.record.inputs import NamedInputs
-from ...program.record.listening import Operators, RecordingInterleaver, RecordingMediator
+from ...program.record.listening import OperatorMode, RecordingInterleaver, RecordingMediator
 from ...program.record.memory import OwnTensors
-from ...program.record.printing import listening
+from ...program.record.printing import captured_output
 from ...program.record.pruning import pruned
 from ...program.record.recorder import Recorder
 from ...program.record.refusals import refused
@@ -174,7 +174,7 @@ def _record(
 ) -> tuple[Job, dict[str, list[Any]], set[str]]:
     """Return the job of a body, what it appends to lists, by name, and the names that are no inputs."""
     used = loop.used
-    recorder: Any = Recorder(for_others=True)
+    recorder: Any = Recorder(for_other_inputs=True)
     leaves = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     recorder.model = types.SimpleNamespace(weights={}, by_path={}, device=leaves[0].device, storages=set)
     exact = all(leaf.dtype == torch.float32 for leaf in leaves if leaf.is_floating_point())  # elsewhere a float would be rounded first
@@ -194,13 +194,13 @@ def _record(
     run.tree, run.recorder = tree, recorder
     recorder.runs.append({"call": "trace", "args": {"list": []}, "kwargs": {"dict": []}})
     order = list(values)
-    with torch.inference_mode(False), torch.no_grad(), quiet_fakes, whole_lists, recorder.mode:
+    with torch.inference_mode(False), torch.no_grad(), quiet_fakes, tolist_as_one_call, recorder.mode:
         with recorder.paused():
             fake = lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)  # noqa: E731
             fakes = pytree.tree_map_only(torch.Tensor, fake, dict(values))
         recorder.running = True
         try:
-            with Operators(recorder), recorder, recorder.checked_functions(), listening(recorder.prints), run:
+            with OperatorMode(recorder), recorder, recorder.checked_functions(), captured_output(recorder.prints), run:
                 while mediator.waiting is not None:
                     location = mediator.waiting[0]
                     if not order or order.pop(0) != location:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.modules import module as for_all_modules
 
 from nnsight import NNsight, fx
-from nnsight.runtime.modules.attached import Attached
+from nnsight.runtime.modules.hook_state import HookState
 
 from ..conftest import both, same
 
@@ -123,7 +123,7 @@ def test_edits_and_replays_see_hooks() -> None:
 
 def test_hooks_are_not_kept() -> None:
     net = Whole()
-    attached = Attached(net.modules())
+    attached = HookState(net.modules())
     assert not attached.changed()
     handle = net.one.register_forward_hook(thrice)
     assert attached.changed()

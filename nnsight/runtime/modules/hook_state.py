@@ -16,7 +16,7 @@ _KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 _KINDS_FOR_ALL = tuple(f"_global{kind}" for kind in _KINDS)
 
 
-class Attached:
+class HookState:
     """The hooks of ``modules``, torch's global module hooks, and the ``forward`` of the modules' classes, as of the latest check."""
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:

@@ -400,9 +400,8 @@ class Envoy(Located):
             raise ValueError(f"rename: {name!r} is not a valid name; the new name of a module must be a Python identifier.")
         if name in self.__dict__ or hasattr(type(self), name) or hasattr(self._module, name):
             known = {**dict.fromkeys(self._aliases, "an alias already bound"), **dict.fromkeys(self._children, "a child module")}
-            owner = next((kind for kind in reversed(type(self).__mro__) if name in vars(kind)), type(self._module))
-            what = known.get(name, f"`{owner.__name__}.{name}`")
-            raise ValueError(f"rename: {name!r} would shadow an attribute of `{self._path}`, {what}. Choose another name.")
+            owner = next((kind for kind in reversed(type(self).__mro__) if name in vars(kind)), type(self._module)).__name__
+            raise ValueError(f"rename: {name!r} would shadow {known.get(name, f"`{owner}.{name}`")} of `{self._path}`. Choose another name.")
         self.__dict__[name] = target
         self._aliases.add(name)
 

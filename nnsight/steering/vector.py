@@ -136,8 +136,7 @@ class SteeringVector(Mapping[int, torch.Tensor]):
             match_norm: Rescale each changed hidden state to its previous norm.
 
         Raises:
-            ValueError: If the mode is unknown, the limits are missing for "clamp" or in the wrong order, ``layers`` is empty, or the model
-                lacks a layer.
+            ValueError: If the mode is unknown, the limits of "clamp" are missing or reversed, or the model lacks one of the layers.
             KeyError: If the vector has no direction for one of the layers.
         """
         _check(mode, low, high)
@@ -147,10 +146,9 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         directions = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
         paths = self._paths(model, chosen)
         directions = directions.to(device_of(model, paths[0]))
-        limits = torch.tensor(float(low), device="cpu"), torch.tensor(float(high), device="cpu")
-        which = slice(None) if positions is None else positions
+        limits, which = (_number(low), _number(high)), slice(None) if positions is None else positions
         if steps is None and not callable(scale):
-            return _edited(model, paths, directions, torch.tensor(float(scale), device="cpu"), mode, limits, match_norm, which)
+            return _edited(model, paths, directions, _number(scale), mode, limits, match_norm, which)
         with model.edit() as (tracer, steered):
             for step in tracer.iter[slice(None) if steps is None else steps]:
                 for number, path in enumerate(paths):
@@ -224,6 +222,10 @@ def _check(mode: str, low: float, high: float) -> None:
         raise ValueError(f"mode={mode!r}: the modes are {', '.join(map(repr, _MODES))}.")
     if (mode == "clamp" and low == -math.inf and high == math.inf) or low > high:
         raise ValueError(f"low={low} and high={high}: clamp takes one limit or both, the lower one first.")
+
+
+def _number(value: float) -> torch.Tensor:
+    return torch.tensor(float(value), device="cpu")
 
 
 def _edited(

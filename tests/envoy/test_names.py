@@ -155,15 +155,15 @@ def test_modules_found_by_another_way_than_their_name_are_envoys() -> None:
     [("head", "a child module"), ("output", "`.*output`"), ("input", "`Located.input`"), ("trace", "`Envoy.trace`"), ("path", "`.*path`")],
 )
 def test_a_taken_name(name: str, what: str) -> None:
-    with pytest.raises(ValueError, match=f"rename: '{name}' would shadow an attribute of `model`, {what}"):
+    with pytest.raises(ValueError, match=f"rename: '{name}' would shadow {what} of `model`"):
         make(rename={"transformer": name})
-    with pytest.raises(ValueError, match="'x' would shadow an attribute of `model`, an alias already bound"):
+    with pytest.raises(ValueError, match="'x' would shadow an alias already bound of `model`"):
         make(rename={"transformer": "x", "head": "x"})
 
 
 def test_a_name_of_the_module_is_taken() -> None:
     """An attribute of the module would be hidden by the envoy."""
-    with pytest.raises(ValueError, match="'width' would shadow an attribute of `model`, `Net.width`"):
+    with pytest.raises(ValueError, match="'width' would shadow `Net.width` of `model`"):
         make(rename={"transformer": "width"})
 
 

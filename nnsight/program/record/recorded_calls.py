@@ -163,6 +163,7 @@ class NodeRecorder(SizeReads):
         """Return a context in which each call of an ``autograd.Function`` is checked, if the program may run again."""
         if not self.runs_again:
             return contextlib.nullcontext()
+        from ...fx.recording.opaque_functions import made_visible
 
         return made_visible
 

@@ -1,8 +1,7 @@
 """The user's view of a module: an envoy.
 
 An envoy mirrors one ``torch.nn.Module`` and adds the values of its calls: ``.output``, ``.input``, ``.inputs``. Child modules are envoys
-under their own names. All other attributes and methods are those of the module. Locations begin with a path, such as
-``model.transformer.h.0``.
+under their own names. All other attributes and methods are those of the module.
 
 If a child module has the name of an attribute of envoys (BERT has modules called ``output``), the child keeps its name, and the attribute
 moves to ``nns_<name>``.
@@ -401,7 +400,8 @@ class Envoy(Located):
         if name in self.__dict__ or hasattr(type(self), name) or hasattr(self._module, name):
             known = {**dict.fromkeys(self._aliases, "an alias already bound"), **dict.fromkeys(self._children, "a child module")}
             owner = next((kind for kind in reversed(type(self).__mro__) if name in vars(kind)), type(self._module)).__name__
-            raise ValueError(f"rename: {name!r} would shadow {known.get(name, f"`{owner}.{name}`")} of `{self._path}`. Choose another name.")
+            what = known.get(name, f"`{owner}.{name}`")
+            raise ValueError(f"rename: {name!r} would shadow {what} of `{self._path}`. Choose another name.")
         self.__dict__[name] = target
         self._aliases.add(name)
 

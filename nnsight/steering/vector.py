@@ -137,15 +137,14 @@ class SteeringVector(Mapping[int, torch.Tensor]):
 
         Raises:
             ValueError: If the mode is unknown, the limits of "clamp" are missing or reversed, or the model lacks one of the layers.
-            KeyError: If the vector has no direction for one of the layers.
+            KeyError: If the vector lacks one of the layers.
         """
         _check(mode, low, high)
         chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else sorted(set(layers))
         if not chosen:
             raise ValueError("layers=[] steers nothing: name at least one layer.")
-        directions = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
-        paths = self._paths(model, chosen)
-        directions = directions.to(device_of(model, paths[0]))
+        paths, chosen_directions = self._paths(model, chosen), [self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen]
+        directions = torch.stack(chosen_directions).to(device_of(model, paths[0]))
         limits, which = (_number(low), _number(high)), slice(None) if positions is None else positions
         if steps is None and not callable(scale):
             return _edited(model, paths, directions, _number(scale), mode, limits, match_norm, which)

@@ -143,8 +143,8 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else sorted(set(layers))
         if not chosen:
             raise ValueError("layers=[] steers nothing: name at least one layer.")
-        paths, chosen_directions = self._paths(model, chosen), [self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen]
-        directions = torch.stack(chosen_directions).to(device_of(model, paths[0]))
+        stacked = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
+        directions = stacked.to(device_of(model, (paths := self._paths(model, chosen))[0]))
         limits, which = (_number(low), _number(high)), slice(None) if positions is None else positions
         if steps is None and not callable(scale):
             return _edited(model, paths, directions, _number(scale), mode, limits, match_norm, which)

@@ -126,7 +126,7 @@ def _decoders() -> list[Specimen]:
                 t.Gemma3TextConfig(**windowed, layer_types=["sliding_attention", "full_attention"])),
         decoder("phi", "partial rotary", "PhiForCausalLM", t.PhiConfig(**SMALL), parts=phi),
         decoder("phi3", "fused projections, rotary", "Phi3ForCausalLM", t.Phi3Config(**GROUPED, pad_token_id=0), parts=fused),
-        decoder("olmo2", "norms behind", "Olmo2ForCausalLM", t.Olmo2Config(**GROUPED), parts=biasless),
+        decoder("olmo2", "norms after the sublayers", "Olmo2ForCausalLM", t.Olmo2Config(**GROUPED), parts=biasless),
         decoder("stablelm", "layer norms", "StableLmForCausalLM", t.StableLmConfig(**GROUPED)),
         decoder("cohere", "parallel, scaled logits", "CohereForCausalLM", t.CohereConfig(**GROUPED)),
         decoder("starcoder2", "biased, windowed", "Starcoder2ForCausalLM", t.Starcoder2Config(**GROUPED),

@@ -58,7 +58,7 @@ REFUSALS: list[Refusal] = [
         Refusal(
             error=error,
             says="a function of yours" if error == "ValueError" else "another method of the model is Python of yours",
-            reason="the wrapper of this model has no `generate`, so that of the module is a method like any other, and no program",
+            reason="the wrapper of this model has no `generate`, and a call of the `generate` of its module cannot be a program",
             models=frozenset({"whisper", "llava"}),
             features=frozenset({"generation", "generate-skip"}),
             modes=modes,
@@ -68,7 +68,7 @@ REFUSALS: list[Refusal] = [
     Refusal(
         error="InvalidProgramError",
         says="a list in the value there has another length than in the recording",
-        reason="the model returns a list with an entry for each image, and a program is for as many as in its recording",
+        reason="the model returns a list with an entry for each image, and a program takes the number of images of its recording",
         models=frozenset({"llava"}),
         features=frozenset({"everything"}),
         modes=frozenset({"bound"}),
@@ -92,7 +92,7 @@ REFUSALS: list[Refusal] = [
     Refusal(
         error="Failure",
         says="instead of",
-        reason="differs: the model assigns to a field of an output that was saved, and the compiled trace has what it was before",
+        reason="differs: the model assigns to a field of a saved output, and in a compiled trace the field keeps its former value",
         models=frozenset({"clip", "llava"}),
         features=frozenset({"everything"}),
         modes=_COMPILED,

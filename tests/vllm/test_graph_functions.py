@@ -134,7 +134,7 @@ def fails(hidden: torch.Tensor) -> torch.Tensor:
         (fails, ValueError, "failed on a hidden state"),
         (lambda: 1, TypeError, "no hidden state"),
         (lambda hidden, limit: hidden, TypeError, "has a default"),
-        (lambda hidden, scale=1.0: hidden, TypeError, "a name of its own"),
+        (lambda hidden, scale=1.0: hidden, TypeError, "a name that is none of"),
         (lambda hidden, **names: hidden, TypeError, "has a default"),
         (3, TypeError, "dict of functions by name"),
     ],

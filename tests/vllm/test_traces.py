@@ -947,7 +947,7 @@ def test_a_stream_that_is_left_ends_its_request(awaited: VLLM) -> None:
     left, result = asyncio.run(main())
     assert all(len(tokens(output)) < 200 for output in left)
     assert len(tokens(result)) == 6
-    until(lambda: awaited._turns._thread is None)  # nothing is left to do
+    until(lambda: awaited._engine_thread._thread is None)  # nothing is left to do
     assert not awaited._engine.llm.llm_engine.has_unfinished_requests()
 
 

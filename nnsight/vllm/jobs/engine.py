@@ -23,7 +23,7 @@ from ...program.run.draws import generator_of
 from ...program.run.engine import Engine, EngineLostError, Log, Outcome, TimeLimitError, in_this_loop
 from ...program.run.execution import results_of
 from ...program.run.validation import validate
-from ..asynchronous import Turns
+from ..asynchronous import EngineThread
 from ..engine import VLLMEngine
 from .batch import Batch
 from .places import Places
@@ -51,7 +51,7 @@ class JobEngine:
         modules = {path: module for module, path in model._tree.paths.items()}
         self._places = Places(structure, modules, engine.limits.locations)
         self._model = model  # its engine lives as long
-        self._room, self._turns, self._engine = Room(engine.llm.llm_engine), Turns(engine), engine
+        self._room, self._engine_thread, self._engine = Room(engine.llm.llm_engine), EngineThread(engine), engine
         self._checks = concurrent.futures.ThreadPoolExecutor(1, "nnsight-vllm-check")
         self._running: dict[int, _EngineJob] = {}
         self.healthy = True
@@ -88,7 +88,7 @@ class JobEngine:
         running = self._running[id(payloads)] = _EngineJob(self, in_this_loop(log), time.monotonic() + seconds)
         try:
             running.job, running.batches = await asyncio.get_running_loop().run_in_executor(self._checks, self._checked, payload)
-            self._turns.add(running)
+            self._engine_thread.add(running)
             return await asyncio.wrap_future(running.outcome)
         except InvalidProgramError as error:
             return error
@@ -173,7 +173,7 @@ class _EngineJob:
         if self.cancelled or time.monotonic() > self._end:
             raise TimeLimitError("The job was ended, or ran out of time.")
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         with self._faults():
             self._go_on()
         return self.outcome.done()
@@ -202,7 +202,7 @@ class _EngineJob:
         engine = self._owner._engine
         for request in self._requests:
             if request.name in engine.pending:
-                engine.take_out(request)
+                engine.abort(request)
         self._requests = []
         if self._run is not None:
             self._run.cancel()

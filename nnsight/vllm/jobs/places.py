@@ -25,7 +25,7 @@ from ...program.run.occurrences import leaf_at, places_of
 from ...runtime.interleaver import Everywhere, Interleaver
 from ...runtime.rows.fakes import quiet_fakes
 from ..steering.graph_parts import is_layer
-from ..worker.calls import is_head, kind_of
+from ..worker.calls import is_head, untapped_class
 from ..worker.requests import LOGITS, SAMPLES
 
 #: Locations behind the last module, in the order in which they occur.
@@ -110,7 +110,8 @@ class Places:
         ours, found = getattr(theirs, attribute, None), getattr(mine, attribute, None)
         if not isinstance(ours, torch.Tensor) or not isinstance(found, torch.Tensor) or found.shape[1:] != ours.shape[1:]:
             return None
-        if not (is_head(kind_of(mine)) and mine.tp_size == 1) and (found.shape != ours.shape or not _alike(theirs, kind_of(mine))):
+        kind = untapped_class(mine)
+        if not (is_head(kind) and mine.tp_size == 1) and (found.shape != ours.shape or not _alike(theirs, kind)):
             return None
         return found[: len(ours)]  # the rows of tokens are filled up
 
@@ -176,18 +177,18 @@ class Places:
         theirs, mine = self._theirs.get(path), self._mine.get(path)
         if theirs is None or mine is None:
             raise InvalidProgramError(f"vLLM's {type(self._mine['model']).__name__} has no `{path}`")
-        if not is_layer(path) and not _alike(theirs, kind_of(mine)):
-            raise InvalidProgramError(f"`{path}` is a {kind_of(mine).__name__} there, which does something else")
+        if not is_layer(path) and not _alike(theirs, untapped_class(mine)):
+            raise InvalidProgramError(f"`{path}` is a {untapped_class(mine).__name__} there, which does something else")
         if side == "input" and isinstance(theirs, torch.nn.Embedding):
             raise InvalidProgramError(f"`{site}` has no hidden state")
-        if side == "input" and writes and not is_layer(path) and "residual" in _signature(kind_of(mine)).parameters:
+        if side == "input" and writes and not is_layer(path) and "residual" in _signature(untapped_class(mine)).parameters:
             raise InvalidProgramError(f"`{path}` adds the residual stream there, so an edit of its input would change both")
 
     def _check_apply(self, node: Node) -> None:
         path, args, kwargs = node["module"], node["args"]["list"], node["kwargs"]["dict"]
         mine, theirs = self._mine.get(path), self._theirs.get(path)
         one = len(args) == 1 and not kwargs
-        if mine is None or theirs is None or not one or not _applies(theirs, kind_of(mine)):
+        if mine is None or theirs is None or not one or not _applies(theirs, untapped_class(mine)):
             raise InvalidProgramError(f"`{path}` cannot be called there: norms, linear layers, MLPs and the head can, with one tensor")
 
 
@@ -196,7 +197,7 @@ def main_of(location: str, value: Any, module: Any) -> Main:
     path, _, side = location.rpartition(".")
     if side == "input":
         args, kwargs = value
-        given = _signature(kind_of(module)).bind(module, *args, **kwargs).arguments
+        given = _signature(untapped_class(module)).bind(module, *args, **kwargs).arguments
         residual = given.get("residual")
         first = given.get("hidden_states")
         if first is None:

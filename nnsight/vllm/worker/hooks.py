@@ -144,11 +144,11 @@ def _stopping_sampler(runner: Any) -> Iterator[None]:
     with ExitStack() as shown:
         shown.enter_context(_offering(runner))
 
-        def stopped(logits: torch.Tensor, batch: Any) -> Any:
+        def sample(logits: torch.Tensor, batch: Any) -> Any:
             shown.close()
             return sampler(step.meet(LOGITS, logits), batch)
 
-        runner.sampler = stopped
+        runner.sampler = sample
         try:
             yield
         finally:

@@ -238,12 +238,12 @@ class RequestRun(Interleaver):
             return value
         self.visited[location] = None
         view = RowView(rows, location, value, self.kept.get(location, ()))
-        copied = None if self.stepping is None else self.stepping.stopped(view.value)
+        copied = None if self.stepping is None else self.stepping.count_stop(view.value)
         left = self._guarded(self.handle, location, view.value, otherwise=view)
         if left is view:
             return value
         if copied is not None and self.stepping is not None:
-            self.stepping.left(location, copied, left)
+            self.stepping.note_result(location, copied, left)
         if location not in self.limits.captured:
             return self._guarded(view.put_back, left, otherwise=value)
         if self.error is None and view.is_changed(left):

@@ -133,9 +133,9 @@ def fails(hidden: torch.Tensor) -> torch.Tensor:
         (shorter, ValueError, r"returns \[7, 127\] of torch.float32"),
         (fails, ValueError, "failed on a hidden state"),
         (lambda: 1, TypeError, "no hidden state"),
-        (lambda hidden, limit: hidden, TypeError, "has a default"),
+        (lambda hidden, limit: hidden, TypeError, "needs a default"),
         (lambda hidden, scale=1.0: hidden, TypeError, "a name that is none of"),
-        (lambda hidden, **names: hidden, TypeError, "has a default"),
+        (lambda hidden, **names: hidden, TypeError, "needs a default"),
         (3, TypeError, "dict of functions by name"),
     ],
 )

@@ -251,7 +251,7 @@ def test_a_block_gives_what_it_gives_on_transformers(clients: Clients, block: Bl
 
 def test_a_weight_is_used_if_it_is_whole(clients: Clients, request: pytest.FixtureRequest) -> None:
     if "two devices" in request.node.name:
-        with pytest.raises(InvalidProgramError, match=r"it has no `lm_head\.weight` as transformers has it"):
+        with pytest.raises(InvalidProgramError, match=r"it does not have `lm_head\.weight` in the form of transformers"):
             clients.both(a_head_by_its_weight)
     else:
         clients.both(a_head_by_its_weight)

@@ -104,10 +104,8 @@ class VLLMEngine:
         return RequestLimits(*places, self._functions, self._programs, self._stopping, self._blocks)
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Run ``requests`` until all have finished or failed. Errors of blocks are stored in their runs.
-
-        Raises ``ValueError`` if a block of this engine calls it, or if vLLM refuses a request.
-        """
+        """Run ``requests`` until all have finished or failed. Errors of blocks are stored in their runs. Raise ``ValueError`` if a block
+        of this engine calls it, or if vLLM refuses a request."""
         with self._lock:
             if self._running:
                 raise ValueError(OWN_ENGINE)

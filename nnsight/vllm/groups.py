@@ -42,10 +42,8 @@ class Groups:
         self._users[id(core)] = parallel
 
     def check_alone(self, parallel: bool) -> None:
-        """Raise ``ValueError`` if an engine with several devices would share the groups with another engine.
-
-        ``parallel`` says whether the next engine has several devices.
-        """
+        """Raise ``ValueError`` if an engine with several devices would share the groups with another engine. ``parallel`` says whether
+        the next engine has several devices."""
         if self._users and (parallel or any(self._users.values())):
             gc.collect()  # ends engines without references
         if self._users and (parallel or any(self._users.values())):

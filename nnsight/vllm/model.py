@@ -59,9 +59,8 @@ class VLLM(MetaMixin):
             dict has these keys: ``"modules"``, the paths; ``"slots"``, the number of different edits at a time (16); ``"rank"``, the
             number of directions that each edit may remove (1); ``"functions"``, functions that requests may ask for, by name (see
             :mod:`~nnsight.vllm.steering.graph_functions`).
-        programs: Programs that become a part of the compiled graph, by name. Each is a :class:`nnsight.Program`, a file of one, or a tuple
-            of either and the names of its parameters. Requests ask for them with :meth:`steer`; see
-            :mod:`~nnsight.vllm.steering.graph_programs`.
+        programs: Programs in the compiled graph, by name: each a :class:`nnsight.Program`, a file of one, or a tuple of either and the
+            names of its parameters. Requests ask for them with :meth:`steer`; see :mod:`~nnsight.vllm.steering.graph_programs`.
         rename: As for :class:`~nnsight.modeling.base.NNsight`.
         **options: Those of ``vllm.LLM``, such as ``dtype``, ``max_model_len`` and ``gpu_memory_utilization``. ``enforce_eager`` is true
             by default if the engine compiles nothing. ``async_scheduling`` is false by default. ``enable_chunked_prefill`` is false by
@@ -229,8 +228,8 @@ class VLLM(MetaMixin):
         """Report how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as in a trace.
 
         The block, or each invoke, begins, and ends at the first value of the model that it waits for. This starts the engine if it does not
-        run yet, but sends nothing to it. Afterwards ``tracer.report.tiers`` says for each request where its block would run. A request for
-        a value that does not exist raises as in a trace. Arguments are those of :meth:`trace`.
+        run yet, but sends nothing to it. Afterwards ``tracer.report.tiers`` says for each request where its block would run. Arguments and
+        errors are those of :meth:`trace`.
         """
         leave_to_python("model.explain(...)")
         tracer = RequestTracer(self, args, kwargs)
@@ -258,9 +257,7 @@ class VLLM(MetaMixin):
         start: int = 0,
         **parameters: Any,
     ) -> None:
-        """Steer the request with vectors of :attr:`vectors`, or with a program. Call this at the top of a block.
-
-        A client of a server asks for the same with ``vllm_xargs``.
+        """At the top of a block, steer the request with :attr:`vectors` or a program. Clients of a server use ``vllm_xargs`` instead.
 
         Args:
             vector: Name of the vector that is added, or several names. Or a program: the name of one that the engine was made with, or a
@@ -274,8 +271,7 @@ class VLLM(MetaMixin):
 
         Raises:
             TypeError: If parameters are given without a program, or if a program gets other arguments.
-            ValueError: If a vector is unknown or has no direction for a layer, if a layer cannot be steered, or if the program has no
-                such parameter.
+            ValueError: For an unknown vector, layer or parameter, and if a vector has no direction for a layer.
         """
         run = running_request()
         program = run.limits.programs.get(vector) if isinstance(vector, str) else None

@@ -1,7 +1,6 @@
 """Traces on an engine. The block of a trace, or each of its invokes, is a request.
 
-As in other traces, the block of the ``with`` statement starts first. All requests of the trace share the steps of the engine, also with
-requests of other traces.
+As in other traces, the block of the ``with`` statement starts first. All requests share the steps of the engine, also with other traces.
 """
 
 from __future__ import annotations
@@ -67,10 +66,8 @@ class RequestTracer(InterleavingTracer):
         self._execute(function)
 
     def _execute(self, function: Callable[[], None] | None = None) -> list[Request]:
-        """Run the requests, or only start their blocks if ``report.planned``. Return the requests.
-
-        When all requests have finished, this raises the first error of a block.
-        """
+        """Run the requests, or only start their blocks if ``report.planned``, and return them. When all have finished, raise the first
+        error of a block."""
         requests: list[Request] = []
         try:
             requests = self.begin(function)

@@ -30,7 +30,7 @@ from ..worker.worker import packed
 
 Edits = Mapping[str, Steering]
 
-_STEERED = Counter("nnsight:steered_requests", "Requests that were sent to the engine steered.")
+_STEERED = Counter("nnsight:steered_requests", "Steered requests that were sent to the engine.")
 _REFUSED = Counter("nnsight:refused_requests", "Requests that could not be steered as they asked, and were refused.")
 _VECTORS = Gauge("nnsight:vectors_registered", "Vectors that requests can name.")
 
@@ -77,10 +77,8 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
         return salt_of(edits), edits
 
     def edits_of(self, parameters: Mapping[str, Any]) -> tuple[str, Edits, int] | None:
-        """Return salt, edits and first position for the parameters of a request, or ``None`` if it asks for no edit.
-
-        Wrong parameters raise ``VLLMValidationError``.
-        """
+        """Return salt, edits and first position for the parameters of a request, or ``None`` if it asks for no edit. Raise
+        ``VLLMValidationError`` for wrong parameters."""
         ours = {name: value for name, value in parameters.items() if is_ours(name)}
         if not ours:
             return None

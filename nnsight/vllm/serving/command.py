@@ -103,7 +103,7 @@ async def _serve(args: Any, vectors: Vectors, programs: dict[str, GraphProgram])
         "data parallelism": parallel.data_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.prefill_context_parallel_size > 1,
-        "cutting steps into micro-batches": parallel.use_ubatching,
+        "splitting steps into micro-batches": parallel.use_ubatching,
         "LoRA": config.lora_config is not None,
     }
     for what, found in refused.items():

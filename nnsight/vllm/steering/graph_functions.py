@@ -175,9 +175,7 @@ def completed(call: str, defaults: Mapping[str, torch.Tensor], given: Mapping[st
 
 def traced_on(called: Any, given: Sequence[Any], place: str) -> tuple[torch.fx.GraphModule, list[torch.Tensor], Any]:
     """Return the graph of ``called`` for any number of rows, the tensors that it uses from outside, and its results for ``given``.
-
-    The tensors from outside become the last arguments of the graph.
-    """
+    The tensors from outside become the last arguments of the graph."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:

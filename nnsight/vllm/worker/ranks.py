@@ -5,8 +5,7 @@ the *leader*, which is the user's process. So user code runs once, in the same p
 
 * Before the model runs, the leader sends the locations at which blocks wait. All processes stop there, and nowhere else.
 * At such a location the leader tells whether a block wants this occurrence. If so, the leader gathers the parts of spread values
-  (:mod:`~nnsight.vllm.worker.spread`), and the blocks work on whole values. Then the leader scatters the changes, and sends the next
-  locations.
+  (:mod:`~nnsight.vllm.worker.spread`), the blocks work on whole values, and the leader scatters changes and sends the next locations.
 * If a step has only a part of a prompt, captured values are gathered at every location: which of them its block will ask for is not known.
 * If a block calls a module whose weights are spread, the followers make the same call, with the arguments of the block.
 * Followers use the sampled tokens of the leader: user code may draw random numbers in the leader that followers do not draw.

@@ -178,10 +178,7 @@ class StepPrograms:
             group.begin()
 
     def run(self, location: str, value: Any, sampling: bool) -> Any:
-        """Run the programs at ``location``, and return ``value`` with their changes. A program that fails ends its requests.
-
-        Arguments are those of :meth:`_Group.run`.
-        """
+        """Run the programs at ``location``, and return ``value`` with their changes; see :meth:`_Group.run`. Errors end the requests."""
         for group in self._groups:
             if location not in group.program.parts:
                 continue

@@ -94,7 +94,7 @@ class VLLMEngine:
 
     @functools.cached_property
     def limits(self) -> RequestLimits:
-        """The limits of requests in this engine."""
+        """The abilities of this engine."""
         hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
         if tapped is None:
             return RequestLimits(hidden, functions=self._functions, stopping=self._stopping, blocks=self._blocks)

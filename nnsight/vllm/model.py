@@ -1,4 +1,4 @@
-"""Models in a vLLM engine."""
+"""The class :class:`VLLM`, a model in a vLLM engine."""
 
 from __future__ import annotations
 

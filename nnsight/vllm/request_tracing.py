@@ -177,7 +177,7 @@ class RequestTracer(InterleavingTracer):
         report = self.report
         report.steps = [max(sent.run.steps for sent in request.sent) for request in requests]
         stepping = [request.run.stepping for request in requests]
-        report.programs = [0 if each is None else each.made for each in stepping]
+        report.programs = [0 if each is None else each.program_steps for each in stepping]
         report.reasons = ["" if each is None else each.why for each in stepping]
         visited = (location for request in requests for sent in request.sent for location in sent.run.visited)
         report.spliced = list(dict.fromkeys(visited))

@@ -38,7 +38,7 @@ def skeleton_of(repo: str, options: Mapping[str, Any], layout: Layout) -> torch.
 
 @contextmanager
 def _single_rank() -> Iterator[None]:
-    """Have parallel groups with one member each inside of this context."""
+    """Provide parallel groups with one member each inside of this context."""
     from vllm.distributed import (
         destroy_distributed_environment,
         destroy_model_parallel,
@@ -47,7 +47,7 @@ def _single_rank() -> Iterator[None]:
         model_parallel_is_initialized,
     )
 
-    if model_parallel_is_initialized():  # an engine lives in this process, and its groups do
+    if model_parallel_is_initialized():  # by an engine in this process; its groups suffice
         yield
         return
     with tempfile.TemporaryDirectory() as folder:

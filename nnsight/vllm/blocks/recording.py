@@ -1,6 +1,6 @@
 """Recording of one step of a loop on fake tensors, to run the step for the rows of many requests.
 
-After the prompt, each request has one row per step, so the body of a loop sees values ``[1, channels]``, and may do anything to positions.
+After the prompt, each request has one row per step, so the body of a loop sees values ``[1, channels]``, and may use positions freely.
 The body is recorded (:mod:`~nnsight.program.record.recorder`) on fake tensors of this shape. The nodes at each location are traced under
 ``torch.vmap``, with the requests as batch, so no request sees the row of another one. Named floats, and named tensors with at most one
 dimension, that the body reads from outside are parameters, with a row for each request. All other values from outside are constants.

@@ -61,10 +61,10 @@ class _BlockState:
 
 
 class BlockPrograms:
-    """The programs of the blocks of an engine. ``made`` converts a recorded program to the form that requests run."""
+    """The programs of the blocks of an engine. ``convert`` turns a recorded program into the form that requests run."""
 
-    def __init__(self, made: Callable[[StepProgram], Any]) -> None:
-        self.made = made
+    def __init__(self, convert: Callable[[StepProgram], Any]) -> None:
+        self.convert = convert
         self._known: weakref.WeakKeyDictionary[Block, _BlockState] = weakref.WeakKeyDictionary()
 
     def of(self, block: Block) -> _BlockState:
@@ -79,7 +79,7 @@ class Steps:
     Attributes:
         program: The program that runs in place of the block; ``None`` while the block runs as Python.
         parameters: The values of the parameters of the program, by name.
-        made: The number of steps that a program has run.
+        program_steps: The number of steps that a program has run.
         why: Why the block runs as Python, if that is known.
     """
 
@@ -98,7 +98,7 @@ class Steps:
         self._since = 0
         self.program: Any = None
         self.parameters: dict[str, torch.Tensor] = {}
-        self.made = 0
+        self.program_steps = 0
         self.why = ""
 
     # -- at the beginning of a step --------------------------------------------------------------------------------------
@@ -113,7 +113,7 @@ class Steps:
         """
         if self.program is not None:
             if single and alone and not self._is_last(step) and not _is_followed() and self._key_of(self._recorded, True) == self._found:
-                self.made += 1
+                self.program_steps += 1
                 return False
             self.resume(step)
             return True
@@ -134,7 +134,7 @@ class Steps:
         if mediator.waiting[0] != next(iter(program.parts)):
             return False
         self._park(program)
-        self.made += 1
+        self.program_steps += 1
         return True
 
     def _is_last(self, step: int) -> bool:
@@ -198,7 +198,7 @@ class Steps:
             return
         read = program.others.read(self._variable)
         alive = [weakref.ref(item) for item in (*read.objects, *read.tensors) if type(item).__weakrefoffset__] if read else []
-        known.programs.append(_Recorded(self._programs.made(program), self._key_of(program, False), alive))
+        known.programs.append(_Recorded(self._programs.convert(program), self._key_of(program, False), alive))
 
     def _fits(self, entry: _Recorded) -> bool:
         """Whether a program fits the present values of the variables."""

@@ -196,7 +196,7 @@ class Places:
 
 
 def tensors_of(location: str, value: Any, module: Any) -> MainTensors:
-    """Return the tensors in an engine's value at ``location`` that are the value of transformers."""
+    """Return the tensors in an engine's value at ``location`` that make up the value of transformers."""
     path, _, side = location.rpartition(".")
     if side == "input":
         args, kwargs = value

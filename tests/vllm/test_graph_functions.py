@@ -132,7 +132,7 @@ def fails(hidden: torch.Tensor) -> torch.Tensor:
         (as_a_number, ValueError, "failed on a hidden state"),
         (shorter, ValueError, r"returns \[7, 127\] of torch.float32"),
         (fails, ValueError, "failed on a hidden state"),
-        (lambda: 1, TypeError, "no hidden state"),
+        (lambda: 1, TypeError, "does not take a hidden state"),
         (lambda hidden, limit: hidden, TypeError, "needs a default"),
         (lambda hidden, scale=1.0: hidden, TypeError, "a name that is none of"),
         (lambda hidden, **names: hidden, TypeError, "needs a default"),

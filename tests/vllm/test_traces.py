@@ -491,7 +491,7 @@ def test_prompts_that_are_tokenized_already(model: VLLM) -> None:
         (["a", "b"], {}, ValueError, "2 prompts for one block"),
         ([3.5], {}, TypeError, "text or token ids"),
         ([{"input_ids": [1], "labels": [1]}], {}, TypeError, "no 'labels'"),
-        ([{"input_ids": [1], "attention_mask": [1, 1]}], {}, ValueError, "belong together"),
+        ([{"input_ids": [1], "attention_mask": [1, 1]}], {}, ValueError, "they have to be equal"),
         ([{"input_ids": [[1], [2]]}], {}, ValueError, "2 prompts for one block"),
         (["a"], {"temprature": 0}, ValueError, "temprature: no sampling parameters"),
         (["a"], {"temperature": -1}, ValueError, "vLLM refuses the request"),

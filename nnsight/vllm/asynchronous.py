@@ -129,7 +129,7 @@ class AsyncBackend(Backend):
     def send(self, tracer: RequestTracer, function: Callable[[], None] | None) -> Stream:
         """Send the requests of ``tracer`` to the engine, and return their stream. ``function`` is its block; a call has none."""
         self._model.dispatch()
-        self._stream = Stream(tracer._close)  # closed at the end of the stream: the `with` statement goes on here
+        self._stream = Stream(tracer._close)  # closes the tracer at its end: the `with` statement may still run now
         self._model._engine_thread.add(_Trace(self._model._engine, tracer, function, self._stream))
         return self._stream
 
@@ -200,7 +200,7 @@ class _Trace:
         """End the trace early, with ``error``."""
         self._abort()
         self._conclude()
-        self._stream.end(self._shown(error))
+        self._stream.end(self._with_users_frames(error))
 
     def _conclude(self) -> BaseException | None:
         """End the blocks. Return the error of a block, if there is one."""
@@ -210,11 +210,11 @@ class _Trace:
         try:
             self._tracer.conclude(self._requests)
         except BaseException as raised:
-            error = self._shown(raised)
+            error = self._with_users_frames(raised)
         self._context.run(self._tracer.end)
         return error
 
-    def _shown(self, error: BaseException) -> BaseException:
+    def _with_users_frames(self, error: BaseException) -> BaseException:
         """Return ``error`` with only the user's frames in its traceback."""
         if self._tracer._frame is not None:
             show_only_users_frames(error, self._tracer._frame)

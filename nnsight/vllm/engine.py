@@ -45,8 +45,8 @@ _DRAFTS = (
 class VLLMEngine:
     """An engine with the model of a repository or folder. Its attribute ``llm`` is vLLM's own object, made with ``options``.
 
-    With an empty ``layout``, the engine stops between all modules. ``functions`` (of layers with tables) and ``programs`` are those that
-    become parts of the graph, by name.
+    With an empty ``layout``, the engine stops between all modules. ``functions`` (for layers with tables) and ``programs``, both by name,
+    become parts of the graph.
     """
 
     def __init__(

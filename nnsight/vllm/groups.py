@@ -2,7 +2,7 @@
 
 vLLM keeps its groups of devices, even a group of a single device, in global variables. All of its parts read these variables, and the
 shutdown of an engine removes the groups. So this module counts their users, and keeps the groups until the last engine of the process has
-ended. An engine that is being made counts, too: the garbage collector may end an unreferenced engine at any moment in between.
+ended. An engine that is being made counts, too: meanwhile, the garbage collector may end another engine that has no references.
 """
 
 from __future__ import annotations

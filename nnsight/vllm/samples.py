@@ -6,7 +6,7 @@ same for all samples. So each sample is a request of the engine, with the same s
 The block has a separate run, which gets one result for all samples when the last of them has finished. A block that waits for a value of
 the model is refused: it should open an invoke for each sample instead.
 
-Samples have vLLM's numbers and draw vLLM's tokens: with ``seed=s`` sample ``i`` has the seed ``s + i``.
+Samples have the same numbers as in vLLM, and draw the same tokens: with ``seed=s``, sample ``i`` has the seed ``s + i``.
 """
 
 from __future__ import annotations

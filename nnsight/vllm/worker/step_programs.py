@@ -1,8 +1,8 @@
 """Edits and programs of requests that run where the engine stops, in one call for all requests with the same program.
 
 At a stop, this module gathers the rows of the requests that ask for a part, calls the part on them, and writes the new hidden states back.
-The parameters are gathered into tensors with a row per row of the step. These tensors stay valid until the batch changes. The step keeps
-values that a part computes for later stops. No Python of a block runs.
+The parameters of all requests are joined to tensors with one row for each gathered row. These tensors stay valid until the batch changes.
+The step keeps the values that a part computes for later stops. No Python of a block runs.
 """
 
 from __future__ import annotations

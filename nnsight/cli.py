@@ -175,7 +175,7 @@ def _vllm_engine(parsed: argparse.Namespace, name: str, options: dict[str, Any])
     """Return the key of a model and its vLLM engine; with ``--engine vllm,local``, a local engine runs the programs that vLLM cannot."""
     from .remote.server.models import engine_of, load
     from .vllm import VLLM
-    from .vllm.jobs.engine import Either, JobEngine
+    from .vllm.jobs.engine import FallbackEngine, JobEngine
 
     key, structure = load(name, parsed.revision, dispatch=False, **options)
     dtype = str(structure._module.dtype).removeprefix("torch.")
@@ -183,7 +183,7 @@ def _vllm_engine(parsed: argparse.Namespace, name: str, options: dict[str, Any])
     engine = JobEngine(VLLM(name, taps=parsed.taps, **given), structure)
     if parsed.engine == "vllm":
         return key, engine
-    return key, Either(engine, engine_of(load(name, parsed.revision, **options)[1], name=f"nnsight-engine {name}"))
+    return key, FallbackEngine(engine, engine_of(load(name, parsed.revision, **options)[1], name=f"nnsight-engine {name}"))
 
 
 def _building(parsed: argparse.Namespace, name: str, options: dict[str, Any]) -> Any:

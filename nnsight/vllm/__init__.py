@@ -1,11 +1,11 @@
 """Models in a vLLM engine, traced request by request.
 
-vLLM runs many requests at once: their tokens lie side by side in one flat batch that changes with every step of the engine. A block is
-written against one request, so each request is a run of its own, with its own count of occurrences. The batch of a step only says which
-rows belong to whom. :mod:`~nnsight.vllm.worker` is what runs inside vLLM; :mod:`~nnsight.vllm.steering` has the edits that are parameters
-of the compiled graph; :mod:`~nnsight.vllm.serving` is vLLM's own server, for requests that are steered.
+vLLM runs many requests at once. Their tokens lie side by side in one flat batch, which changes with every step of the engine. A block is
+written against one request, so each request is a run of its own, with its own count of occurrences. Each step tells which rows of the batch
+belong to which request. :mod:`~nnsight.vllm.worker` runs inside vLLM. :mod:`~nnsight.vllm.steering` has the edits that are parameters of
+the compiled graph. :mod:`~nnsight.vllm.serving` is vLLM's own server, for steered requests.
 
-vLLM itself is imported when a model is made, not with this package.
+This package imports vLLM when the first model is created.
 """
 
 from .model import VLLM

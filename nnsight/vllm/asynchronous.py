@@ -1,12 +1,12 @@
 """Traces that are awaited: ``VLLM(..., mode="async")``.
 
-``with model.trace(...)`` captures its block and sends it off without waiting. ``tracer.backend()`` is the stream of vLLM's outputs for
-it, step by step, and the last output has the saved values, by name, as ``.saves``. All traces that are under way share the steps
-of the engine, so this is how programs with an event loop, such as web servers, run many at a time.
+``with model.trace(...)`` sends its block to the engine without waiting. ``tracer.backend()`` is the stream of vLLM's outputs, step by step.
+The last output has the saved values, by name, as ``.saves``. All traces in progress share the steps of the engine, so programs with an
+event loop, such as web servers, can run many traces at a time.
 
-The engine is still in this process: blocks and model have to take turns, with the caller's own objects, and vLLM's own
-asynchronous engine lives in another process, which does not have them. So a thread makes the steps. It lives while there are
-requests. Blocks run in it from their first line to their last, because the model runs there. The thread wakes coroutines that wait.
+vLLM's own asynchronous engine lives in another process, where the objects of a block are not available. So here the engine stays in this
+process, and a thread makes its steps. The thread lives while there are requests. A block takes turns with the model, so it runs in this
+thread from its first line to its last. The thread wakes the coroutines that wait for outputs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from ..tracing import Backend, Tracer
 from ..tracing.errors import show_only_users_frames
 from ..tracing.saving import saves
-from .engine import ITSELF, VLLMEngine
+from .engine import OWN_ENGINE, VLLMEngine
 from .samples import Request
 from .stack_room import with_room
 
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """vLLM's outputs for the requests of a trace, as they come: for ``async for``, ``async with``, and ``await``, which returns the last.
+    """The stream of vLLM's outputs for the requests of a trace. Use ``async for``, ``async with``, or ``await`` for the last output.
 
-    Each output has all tokens so far. The loop raises the error of the block. Leaving ``async with``, or a cancellation of a waiting task,
-    ends the requests. ``close`` is called when the last output has been taken.
+    Each output has all tokens so far. The loop raises the error of the block. Leaving ``async with``, or cancelling a waiting task, ends
+    the requests. The stream calls ``close`` when the last output has been taken.
     """
 
     def __init__(self, close: Callable[[], None]) -> None:
@@ -48,12 +48,12 @@ class Stream:
         self.cancelled = False
 
     def put(self, output: Any) -> None:
-        """Add an output, on the engine's thread."""
+        """Add an output. Called on the engine's thread."""
         self._outputs.append(output)
         self._wake()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Say that there are no more outputs, on the engine's thread."""
+        """End the stream, with an error if there is one. Called on the engine's thread."""
         self._error, self._ended = error, True
         self._wake()
 
@@ -66,7 +66,7 @@ class Stream:
 
     async def __anext__(self) -> Any:
         while True:
-            more, ended = self._more, self._ended  # before the outputs: what comes after this look wakes the task
+            more, ended = self._more, self._ended  # read before the outputs, so that a later output wakes the task
             if self._outputs:
                 self._last = self._outputs.popleft()
                 return self._last
@@ -80,9 +80,9 @@ class Stream:
                 raise
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return self._to_the_end().__await__()
+        return self._last_output().__await__()
 
-    async def _to_the_end(self) -> Any:
+    async def _last_output(self) -> Any:
         async for _ in self:
             pass
         return self._last
@@ -91,14 +91,14 @@ class Stream:
         return self
 
     async def aclose(self, *_: object) -> None:
-        """End the requests, if they have not ended."""
+        """End the requests that have not finished."""
         self.cancelled = True
 
     __aexit__ = aclose
 
 
 def _pending() -> Future[None]:
-    """Return a future that a waiting task cannot cancel, because others may wait for it, too."""
+    """Return a future that a waiting task cannot cancel: other tasks may wait for it, too."""
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -107,7 +107,7 @@ def _pending() -> Future[None]:
 class AsyncBackend(Backend):
     """Sends a block to the engine of ``model`` and does not wait.
 
-    Called without a tracer, it returns the stream of outputs; ``async for`` over it goes through that.
+    A call without arguments returns the stream of outputs. ``async for`` also works on the backend itself.
     """
 
     def __init__(self, model: Any) -> None:
@@ -115,7 +115,7 @@ class AsyncBackend(Backend):
         self._stream: Stream | None = None
 
     def __call__(self, tracer: Tracer | None = None) -> Any:
-        """Send the block of ``tracer`` off; without one, return the stream of its outputs, or raise ``ValueError`` if there is none."""
+        """Send the block of ``tracer`` to the engine. Without a tracer, return the stream, or raise ``ValueError`` if no block was sent."""
         if tracer is None:
             if self._stream is None:
                 raise ValueError("There are no outputs: the block of this trace was not sent to the engine.")
@@ -127,24 +127,24 @@ class AsyncBackend(Backend):
         return self().__aiter__()
 
     def send(self, tracer: RequestTracer, function: Callable[[], None] | None) -> Stream:
-        """Send the requests of ``tracer`` off: those of its block, or, without one, that of a call; return their stream."""
+        """Send the requests of ``tracer`` to the engine, and return their stream. ``function`` is its block; a call has none."""
         self._model.dispatch()
-        self._stream = Stream(tracer._close)  # not before: the `with` statement may not have ended yet
-        self._model._turns.add(_Trace(self._model._engine, tracer, function, self._stream))
+        self._stream = Stream(tracer._close)  # closes the tracer at its end: the `with` statement may still run now
+        self._model._engine_thread.add(_Trace(self._model._engine, tracer, function, self._stream))
         return self._stream
 
 
 class RequestGroup(Protocol):
-    """Requests that belong together, on the thread of an engine."""
+    """A job on the thread of an engine: requests that belong together, such as those of a trace."""
 
     def begin(self) -> None:
         """Start the blocks, and send the requests to the engine."""
 
-    def look(self) -> bool:
-        """Take what the last step has brought; return whether the job has ended."""
+    def poll(self) -> bool:
+        """Process the outputs of the last step. Return whether the job has ended."""
 
     def fail(self, error: BaseException) -> None:
-        """End the job with ``error``, before its time."""
+        """End the job early, with ``error``."""
 
 
 class _Trace:
@@ -155,8 +155,8 @@ class _Trace:
         self._requests: list[Request] = []
         self._finished: list[Any] = []
         self._context = contextvars.copy_context()
-        self._marked: dict[int, Any] = {}
-        self._context.run(saves.set, self._marked)
+        self._saved: dict[int, Any] = {}
+        self._context.run(saves.set, self._saved)
 
     def begin(self) -> None:
         """Start the blocks, and send the requests to the engine."""
@@ -166,7 +166,7 @@ class _Trace:
             self._engine.admit(request)
 
     def _take(self, output: Any) -> None:
-        """Pass an output on to the stream, with copies of the lists that vLLM extends; keep the last output of a request."""
+        """Put an output into the stream, with copies of the lists that vLLM extends. Keep the last output of a request for later."""
         if output.finished:
             self._finished.append(output)
             return
@@ -178,16 +178,16 @@ class _Trace:
     def _in_engine(self) -> list[Request]:
         return [sent for request in self._requests for sent in request.sent if sent.name in self._engine.pending]
 
-    def look(self) -> bool:
-        """Pass the last outputs of requests on to the stream; return whether the trace has ended."""
+    def poll(self) -> bool:
+        """Put the last outputs of finished requests into the stream. Return whether the trace has ended."""
         if self._stream.cancelled:
-            self._take_out()
+            self._abort()
         ended, error = not self._in_engine(), None
         if ended:
             error = self._conclude()
             if self._finished:
                 scope = self._tracer.scope
-                named = {} if scope is None else {name: value for name, value in scope.items() if id(value) in self._marked}
+                named = {} if scope is None else {name: value for name, value in scope.items() if id(value) in self._saved}
                 self._finished[-1].saves = named
         for output in self._finished:
             self._stream.put(output)
@@ -197,36 +197,36 @@ class _Trace:
         return ended
 
     def fail(self, error: BaseException) -> None:
-        """End the trace with ``error``, before its time."""
-        self._take_out()
+        """End the trace early, with ``error``."""
+        self._abort()
         self._conclude()
-        self._stream.end(self._shown(error))
+        self._stream.end(self._with_users_frames(error))
 
     def _conclude(self) -> BaseException | None:
-        """End the blocks; return the error of a block."""
+        """End the blocks. Return the error of a block, if there is one."""
         for request in self._requests:
             request.cancel()
         error = None
         try:
             self._tracer.conclude(self._requests)
         except BaseException as raised:
-            error = self._shown(raised)
+            error = self._with_users_frames(raised)
         self._context.run(self._tracer.end)
         return error
 
-    def _shown(self, error: BaseException) -> BaseException:
-        """Return ``error`` with the user's frames only."""
+    def _with_users_frames(self, error: BaseException) -> BaseException:
+        """Return ``error`` with only the user's frames in its traceback."""
         if self._tracer._frame is not None:
             show_only_users_frames(error, self._tracer._frame)
         return error
 
-    def _take_out(self) -> None:
+    def _abort(self) -> None:
         for request in self._in_engine():
-            self._engine.take_out(request)
+            self._engine.abort(request)
 
 
-class Turns:
-    """Makes the steps of ``engine`` on a thread, while there are requests. Nothing else may use the engine."""
+class EngineThread:
+    """A thread that makes the steps of ``engine`` while there are requests. No other thread may use the engine."""
 
     def __init__(self, engine: VLLMEngine) -> None:
         self._engine = engine
@@ -235,10 +235,10 @@ class Turns:
         self._thread: threading.Thread | None = None
 
     def add(self, job: RequestGroup) -> None:
-        """Run the requests of ``job``; raise ``ValueError`` if a block of the engine asks, because the engine stands still for it."""
+        """Run the requests of ``job``. Raise ``ValueError`` if a block calls this on the thread: the engine waits for this block."""
         with self._lock:
             if self._thread is threading.current_thread():
-                raise ValueError(ITSELF)
+                raise ValueError(OWN_ENGINE)
             self._arrived.append(job)
             if self._thread is None:
                 self._thread = threading.Thread(target=with_room, args=(self._work,), name="nnsight-vllm", daemon=True)
@@ -262,8 +262,8 @@ class Turns:
             try:
                 if self._engine.pending:
                     self._engine.advance()
-            except BaseException as error:  # an error of the engine, or an exception for the whole process
+            except BaseException as error:  # an error of the engine, or an exception such as SystemExit
                 for job in jobs:
                     job.fail(error)
                 jobs = []
-            jobs = [job for job in jobs if not job.look()]
+            jobs = [job for job in jobs if not job.poll()]

@@ -1,7 +1,7 @@
-"""An engine of vLLM in this process, and requests in it.
+"""A vLLM engine in this process, and the requests in it.
 
-The engine core runs in the caller's process and thread, so blocks and model take turns as they do elsewhere, and nothing has to
-be sent anywhere. One thread uses the engine at a time; :mod:`~nnsight.vllm.asynchronous` has one of its own for that.
+The engine core runs in the caller's process and thread. So blocks and model take turns as in other traces, and no value has to be sent to
+another process. One thread uses the engine at a time; :mod:`~nnsight.vllm.asynchronous` starts a thread for this.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from .steering.entries import ENTRY, Entries, Lease
 from .steering.graph_functions import EditFunction, register
 from .steering.graph_programs import GraphProgram
 from .steering.tables import Steering, salt_of
-from .worker.engine_taps import HANDOFF, Layout, Stops
+from .worker.engine_taps import HANDOFF, Layout, StopPrograms
 from .worker.requests import RequestLimits
 from .worker.runner import SPECULATIVE, choose_runner
 from .worker.step_programs import BlockProgram
 
 WORKER = f"{__package__}.worker.worker.Worker"
 
-ITSELF = (
-    "A block cannot run its own engine: the engine stands still while the block runs. Trace before, or in an invoke of its own."
+OWN_ENGINE = (
+    "A block cannot run its own engine: the engine waits while the block runs. Run the other trace before, or as an invoke of its own."
 )
 _DRAFTS = (
     f"The block waits for a value of the model, and this engine decodes speculatively: {SPECULATIVE}. Make the model without "
-    "`speculative_config`; with it, a block may use `steer()` and `tracer.result`."
+    "`speculative_config`. With it, a block may use only `steer()` and `tracer.result`."
 )
 
 
 class VLLMEngine:
-    """An engine with the model of a repository or folder; ``llm`` is vLLM's own object, made with ``options``.
+    """An engine with the model of a repository or folder. Its attribute ``llm`` is vLLM's own object, made with ``options``.
 
-    An empty ``layout`` is for an engine that stops between all modules; ``functions`` are those of layers with tables, by name, and
-    ``programs`` those of the graph.
+    With an empty ``layout``, the engine stops between all modules. ``functions`` (for layers with tables) and ``programs``, both by name,
+    become parts of the graph.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class VLLMEngine:
         from vllm import LLM
         from vllm.utils.system_utils import set_env_var
 
-        choose_runner()  # again: the engine may be started long after the model was made
+        choose_runner()  # again: the environment may have changed since the model was made
         config: Any = config_of(repo, options).model_config if functions else None
         self._functions = {
             name: EditFunction.of(name, function, config.get_hidden_size(), config.dtype) for name, function in functions.items()
@@ -77,7 +77,7 @@ class VLLMEngine:
             from .worker.parallel import ParallelExecutor
 
             options = {**options, "distributed_executor_backend": ParallelExecutor}
-        _let_vllm_look_at_llvmlite()
+        _hide_llvmlite_dict()
         with set_env_var("VLLM_ENABLE_V1_MULTIPROCESSING", "0"), groups.held(parallel):  # the core runs in this process
             self.llm = LLM(model=repo, worker_cls=WORKER, **options)
             client = self.llm.llm_engine.engine_core
@@ -87,14 +87,14 @@ class VLLMEngine:
         self._runner = self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
         self._numbers = itertools.count()
         self._blocks = None if parallel else BlockPrograms(BlockProgram.of)
-        self._stopping = Stops(self._runner, self.llm.llm_engine.model_config, self._functions)
+        self._stopping = StopPrograms(self._runner, self.llm.llm_engine.model_config, self._functions)
         self._lock = threading.RLock()
         self._running = False
-        self.pending: dict[str, Request] = {}  # the requests in the engine, by their names there
+        self.pending: dict[str, Request] = {}  # the requests in the engine, by their names in the engine
 
     @functools.cached_property
     def limits(self) -> RequestLimits:
-        """What the engine can do."""
+        """The abilities of this engine."""
         hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
         if tapped is None:
             return RequestLimits(hidden, functions=self._functions, stopping=self._stopping, blocks=self._blocks)
@@ -104,10 +104,11 @@ class VLLMEngine:
         return RequestLimits(*places, self._functions, self._programs, self._stopping, self._blocks)
 
     def run(self, requests: Sequence[Request]) -> None:
-        """Run ``requests`` until all have finished or failed. Errors of blocks stay with their runs; others raise ``ValueError``."""
+        """Run ``requests`` until all have finished or failed. Errors of blocks are stored in their runs. Raise ``ValueError`` if a block
+        of this engine calls it, or if vLLM refuses a request."""
         with self._lock:
             if self._running:
-                raise ValueError(ITSELF)
+                raise ValueError(OWN_ENGINE)
             self._running = True
             try:
                 with_room(self._run_all, requests)
@@ -122,10 +123,10 @@ class VLLMEngine:
                 self.advance()
         finally:
             for request in list(self.pending.values()):
-                self.take_out(request)
+                self.abort(request)
 
     def admit(self, request: Request) -> None:
-        """Send ``request`` to the engine, unless its blocks have ended already, or vLLM refuses it."""
+        """Send ``request`` to the engine, unless its blocks have ended already. Raise ``ValueError`` if vLLM refuses it."""
         from vllm.sampling_params import RequestOutputKind
 
         request.run.begun = True
@@ -139,10 +140,10 @@ class VLLMEngine:
         if run.touches_model and run.limits.drafts:
             request.fail(ValueError(_DRAFTS))
             return
-        if (request.whole or request).on_output is None:  # nobody needs the outputs before the last
+        if (request.parent or request).on_output is None:  # only the last output is needed
             sampling.output_kind = RequestOutputKind.FINAL_ONLY
         name = request.name = f"nnsight-{next(self._numbers)}"
-        if run.touches_model:  # it has to see all of its own tokens, and shares no cached prefix
+        if run.touches_model:  # the block must see every token, so the request shares no cached prefix
             request.prompt["cache_salt"] = name
             sampling.skip_reading_prefix_cache = True
         elif run.salt:
@@ -168,7 +169,7 @@ class VLLMEngine:
             self._runner.bookkeeping.add(request.internal, run)
 
     def _leased(self, steering: Mapping[str, Steering]) -> Lease:
-        """Return a lease of an entry with the parameters of ``steering``; raise ``ValueError`` if none is free."""
+        """Return a lease of a table entry with the parameters of ``steering``. Raise ``ValueError`` if no entry is free."""
         lease = self.entries.take(salt_of(steering))
         if not lease.entry.written:
             asked = {location: found.parts for location, found in steering.items()}
@@ -177,11 +178,11 @@ class VLLMEngine:
         return lease
 
     def advance(self) -> None:
-        """Make one step of the engine; take out what has finished or failed."""
-        # A thread has OpenMP's number of threads until it first asks torch for its own. vLLM's attention on CPUs fails if the number
-        # changes within a step.
+        """Make one step of the engine, and remove finished and failed requests."""
+        # The first call in a thread replaces OpenMP's number of threads by torch's. vLLM's attention on CPUs fails if the number changes
+        # within a step, so the first call has to come before it.
         torch.get_num_threads()
-        told: dict[Request, None] = {}
+        notified: dict[Request, None] = {}
         for output in self.llm.llm_engine.step():
             request = self.pending.get(output.request_id)
             if request is None:
@@ -190,22 +191,22 @@ class VLLMEngine:
                 del self.pending[request.name]
                 self._detach(request)
             request.take(output)
-            told[request.whole or request] = None
-        for request in told:
-            request.tell()
+            notified[request.parent or request] = None
+        for request in notified:
+            request.notify()
         for request in self.pending.values():
-            request.pass_on()
+            request.fail_parent()
         for request in [request for request in self.pending.values() if request.ended]:
-            self.take_out(request)
+            self.abort(request)
 
     def _detach(self, request: Request) -> None:
-        """Let the runner forget the request, and release its entry."""
+        """Remove the request from the runner's bookkeeping, and release its table entry."""
         self._runner.bookkeeping.remove(request.internal)
         if request.lease is not None:
             request.lease.release()
 
-    def take_out(self, request: Request) -> None:
-        """End a request in the engine before its time."""
+    def abort(self, request: Request) -> None:
+        """Remove an unfinished request from the engine."""
         del self.pending[request.name]
         self._detach(request)
         self.llm.llm_engine.abort_request([request.internal], internal=True)
@@ -219,7 +220,7 @@ def _with_layout(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     made = dict(options)
     made["additional_config"] = {**(made.get("additional_config") or {}), "nnsight": layout.description}
     if layout.taps and not made.get("enforce_eager") and not current_platform.is_cpu():
-        # Replayed graphs run no Python, so they end at taps. This list replaces vLLM's own, and so has to repeat it.
+        # Replayed graphs run no Python, so they have to end at taps. This list replaces vLLM's own list, so it repeats its items.
         attention = [
             *CompilationConfig._attention_ops,
             "vllm::unified_kv_cache_update",
@@ -230,11 +231,11 @@ def _with_layout(options: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
     return made
 
 
-def _let_vllm_look_at_llvmlite() -> None:
-    """Let an object of llvmlite, which numba uses, have no ``__dict__``, if numba has been imported.
+def _hide_llvmlite_dict() -> None:
+    """If llvmlite (a part of numba) has been imported, make its library object raise ``AttributeError`` for ``__dict__``.
 
-    When vLLM makes a worker on a CPU, it reads the ``__dict__`` of every object in every module. This object stands for a library, and
-    returns a function for any name, so vLLM would fail there.
+    When vLLM makes a worker on a CPU, it reads the ``__dict__`` of every object in every module. llvmlite's library object returns a
+    function for any name, even for this one, and vLLM would fail with it.
     """
     module: Any = sys.modules.get("llvmlite.binding.ffi")
     if module is None or hasattr(module._lib_wrapper, "nnsight_looked_at"):

@@ -1,7 +1,7 @@
-"""Values of an engine that belong to no module: the logits, and the sampled tokens.
+"""Values of an engine that belong to no module: the logits and the sampled tokens.
 
-``model.logits`` is the value, and the place. In a block it is a tensor, that of ``model.logits.output``. Both can be edited in place,
-and assigned.
+Outside of blocks, ``model.logits`` stands for the location. In a block it is a tensor, and ``model.logits.output`` is the same tensor. Both
+can be edited in place, and both can be assigned to.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..runtime.modules.tree import ModuleTree
 
 
 class EnginePlace(Located):
-    """Where the engine has a value at each of its steps; the prefix ``path`` of its location."""
+    """A point at which the engine has a value in each step. Its location is ``<path>.output``."""
 
     def __init__(self, path: str, tree: ModuleTree) -> None:
         self.path = self._path = path
@@ -28,9 +28,9 @@ class EnginePlace(Located):
 
 
 class EngineTensor(torch.Tensor):
-    """A value of the engine as a block gets it: an ordinary tensor, but that ``.output`` is the tensor itself.
+    """A value of the engine as a block gets it: a tensor whose attribute ``.output`` is the tensor itself.
 
-    Results of calls on it are plain tensors, and so are copies of it.
+    Results of calls on it, and copies of it, are plain tensors.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -38,7 +38,7 @@ class EngineTensor(torch.Tensor):
 
     @property
     def output(self) -> Any:
-        """This tensor. What is assigned takes the place of the value, as with any location."""
+        """This tensor. An assignment replaces the value, as at any location."""
         return self
 
     @output.setter
@@ -56,7 +56,7 @@ class EngineTensor(torch.Tensor):
 
 
 class engine_value:  # noqa: N801 - a descriptor, like `property`
-    """A descriptor for a value of the engine."""
+    """A descriptor for the value that the engine has at ``model.<name>.output``."""
 
     def __init__(self, name: str, doc: str) -> None:
         self._name, self.__doc__ = name, doc
@@ -66,7 +66,7 @@ class engine_value:  # noqa: N801 - a descriptor, like `property`
             return self
         place = EnginePlace(f"model.{self._name}", owner._tree)
         run = active_interleaver()
-        if run is None or run.current is None or run.recorder is not None:  # a recording knows no such tensors
+        if run is None or run.current is None or run.recorder is not None:  # a recorder cannot handle `EngineTensor`
             return place
         tensor: Any = place.output.as_subclass(EngineTensor)
         tensor._place = place
@@ -77,6 +77,6 @@ class engine_value:  # noqa: N801 - a descriptor, like `property`
         now = running_mediator(f"`{place.path}`").request(f"{place.path}.output")
         if isinstance(value, EngineTensor):
             value = value.as_subclass(torch.Tensor)
-            if value.data_ptr() == now.data_ptr() and value.shape == now.shape:  # `model.logits += x` has edited it in place
+            if value.data_ptr() == now.data_ptr() and value.shape == now.shape:  # after `model.logits += x`, an edit in place
                 return
         place.output = value

@@ -1,4 +1,4 @@
-"""Models in a vLLM engine."""
+"""The class :class:`VLLM`, a model in a vLLM engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..program.program import Program
 from ..runtime.uncompiled import leave_to_python
 from ..steering.choices import Choice
 from ..steering.registry import Vectors
-from .asynchronous import AsyncBackend, Turns
+from .asynchronous import AsyncBackend, EngineThread
 from .engine import VLLMEngine
 from .engine_values import engine_value
 from .request_tracing import RequestTracer
@@ -40,40 +40,40 @@ if TYPE_CHECKING:
 class VLLM(MetaMixin):
     """A model in a vLLM engine, whose internals can be read and edited while it serves requests.
 
-    A trace is one request, or, with invokes, one for each. The modules are those of vLLM: ``print(model)`` shows them. Values are
-    flat, ``[tokens, hidden]``, with the tokens of the request alone, as copies: edit them in place, or assign replacements of the
-    same shape.
+    A trace is one request. A trace with invokes is one request per invoke. The modules are those of vLLM: ``print(model)`` shows them.
+    Values are flat, ``[tokens, hidden]``, and have the tokens of this request only. They are copies: edit them in place, or assign
+    replacements of the same shape.
 
     Args:
         repo: Name of a repository on the model hub, or a folder. ``"nnsight/demo"`` is the model of this package.
-        dispatch: Start the engine at once. By default the first trace does.
-        mode: ``"sync"``: a trace runs the engine and waits for it. ``"async"``: traces do not wait, see
-            :mod:`~nnsight.vllm.asynchronous`; ``tracer.backend()`` is the stream of outputs.
-        tensor_parallel_size: Number of devices that share each layer; 1. With more, blocks see all of each value as with one, the
-            process has no other engine, and ``mode`` is ``"sync"``.
+        dispatch: Start the engine at once. By default the first trace starts it.
+        mode: With ``"sync"``, a trace runs the engine and waits for it. With ``"async"``, traces do not wait, and ``tracer.backend()`` is
+            the stream of outputs; see :mod:`~nnsight.vllm.asynchronous`.
+        tensor_parallel_size: Number of devices that share each layer, 1 by default. With several devices, blocks still see whole values,
+            the process can have no other engine, and ``mode`` must be ``"sync"``.
         taps: Paths of modules, or patterns such as ``"model.layers.*"``. The engine then compiles the model, and blocks can stop only at
-            the outputs of these modules; or, with ``.input`` behind the path, at their inputs. Without taps and edits the engine
-            compiles nothing, and blocks can stop everywhere.
+            the outputs of these modules. A path that ends in ``.input`` taps the input of the module. Without ``taps``, ``captures``,
+            ``edits`` and ``programs`` the engine compiles nothing, and blocks can stop everywhere.
         captures: Likewise, modules whose values the compiled graph copies for blocks that only read them. The graph is not split there.
         edits: Likewise, layers for which the compiled graph has tables of parameters, so that ``layer.steer(...)`` needs no stop. A
-            dict has the paths as ``"modules"``, how many different edits there is room for at a time as ``"slots"`` (16), how
-            many directions each may remove as ``"rank"`` (1), and functions that requests may ask for, by name, as ``"functions"`` (see
+            dict has these keys: ``"modules"``, the paths; ``"slots"``, the number of different edits at a time (16); ``"rank"``, the
+            number of directions that each edit may remove (1); ``"functions"``, functions that requests may ask for, by name (see
             :mod:`~nnsight.vllm.steering.graph_functions`).
-        programs: Programs that become a part of the compiled graph, by name: a :class:`nnsight.Program` or a file of one, or a tuple of it
-            and the names of its parameters. Requests ask for them with :meth:`steer`; see :mod:`~nnsight.vllm.steering.graph_programs`.
+        programs: Programs in the compiled graph, by name: each a :class:`nnsight.Program`, a file of one, or a tuple of either and the
+            names of its parameters. Requests ask for them with :meth:`steer`; see :mod:`~nnsight.vllm.steering.graph_programs`.
         rename: As for :class:`~nnsight.modeling.base.NNsight`.
-        **options: Those of ``vllm.LLM``, such as ``dtype``, ``max_model_len`` and ``gpu_memory_utilization``. By default
-            ``enforce_eager`` is true without taps and edits, ``async_scheduling`` false, and so is ``enable_chunked_prefill``, unless
-            the engine is compiled without taps: blocks see a prompt whole.
+        **options: Those of ``vllm.LLM``, such as ``dtype``, ``max_model_len`` and ``gpu_memory_utilization``. ``enforce_eager`` is true
+            by default if the engine compiles nothing. ``async_scheduling`` is false by default. ``enable_chunked_prefill`` is false by
+            default, except in compiled engines without taps: blocks see a whole prompt at once.
 
     Attributes:
-        tokenizer: That of the repository.
+        tokenizer: The tokenizer of the repository.
         vectors: Directions that blocks steer with by name, see :class:`~nnsight.steering.registry.Vectors`.
 
     Raises:
         ImportError: If vLLM is not installed.
         NotImplementedError: For features of vLLM that blocks cannot run with: other kinds of parallelism, speculative decoding,
-            adapters; and for those of vLLM's model runner V2, if the environment asks for V2.
+            adapters, and, if the environment selects vLLM's model runner V2, some features of V2.
         ValueError: If a tap names no module.
 
     Example:
@@ -85,7 +85,7 @@ class VLLM(MetaMixin):
     """
 
     envoys = ModuleEnvoy
-    #: The location at which a step of a loop ends if the block asked for nothing in it.
+    #: The location at which a step of a loop ends if the block requests no value in the step.
     pace = SAMPLES
 
     def __init__(
@@ -117,19 +117,19 @@ class VLLM(MetaMixin):
         in_graph = {name: GraphProgram.of(name, given) for name, given in (programs or {}).items()}
         layout = _layout_of(taps, captures, edits, in_graph)
         check_drafts(options, layout is not None and layout.only_tables)
-        # A block at a tap sees a prompt whole; tables apply to any part of one, and captured parts are joined.
+        # A block at a tap needs the whole prompt in one step. Tables apply to any part of a prompt, and captured parts are joined.
         chunked = {} if layout is not None and not layout.taps else {"enable_chunked_prefill": False}
-        # A block can write the tokens with which the next step begins, so steps do not overlap.
+        # A block can edit the sampled tokens, and the next step begins with them, so steps do not overlap.
         own = {"enforce_eager": layout is None, "async_scheduling": False, "tensor_parallel_size": tensor_parallel_size}
         engine_options = {**own, **chunked, **options}
         if layout is None and not engine_options["enforce_eager"]:
             raise ValueError(
-                "VLLM(enforce_eager=False) needs taps or captures: a compiled engine shows the values of the modules that it was "
-                "made with only, as in `taps=['model.layers.*']`."
+                "VLLM(enforce_eager=False) needs taps or captures: blocks in a compiled engine see only the values of the modules that "
+                "the engine was made with, as in `taps=['model.layers.*']`."
             )
         functions = edits.get("functions", {}) if isinstance(edits, Mapping) else {}
         self.__dict__.update(_layout=layout, _functions=functions, _programs=in_graph)
-        self.__dict__.update(_engine=None, _turns=None, _mode=mode, vectors=Vectors())
+        self.__dict__.update(_engine=None, _engine_thread=None, _mode=mode, vectors=Vectors())
         repo = folder_or_name(repo)
         super().__init__(repo, dispatch=dispatch, rename=rename, **engine_options)
         if self._engine is not None:
@@ -147,7 +147,7 @@ class VLLM(MetaMixin):
         engine = self.__dict__["_engine"] = VLLMEngine(repo, options, self._layout or Layout(), self._functions, self._programs)
         self.vectors.hidden = engine.limits.hidden
         if self._mode == "async":
-            self.__dict__["_turns"] = Turns(engine)
+            self.__dict__["_engine_thread"] = EngineThread(engine)
         return engine._runner.get_model()
 
     def _load_meta(self, repo: str, **options: Any) -> torch.nn.Module:
@@ -160,25 +160,25 @@ class VLLM(MetaMixin):
         return module
 
     def dispatch(self) -> None:
-        """Start the engine, unless it runs. Envoys stay the same objects and get the modules with weights."""
+        """Start the engine if it does not run yet. Envoys stay the same objects and get the modules with weights."""
         if not self.dispatched:
             super().dispatch()
             engine = self._engine
             assert engine is not None
-            for root in self._tree.roots:  # copies that `edit()` made before
-                root.__dict__.update(_engine=engine, _turns=self._turns)
+            for root in self._tree.roots:  # includes copies that `edit()` made before
+                root.__dict__.update(_engine=engine, _engine_thread=self._engine_thread)
             engine._runner.tree = self._tree
 
     @property
     def engine(self) -> Any:
-        """vLLM's own ``LLM`` object, started if it has not been.
+        """vLLM's own ``LLM`` object. The first access starts the engine.
 
         Raises:
-            ValueError: In ``mode="async"``, where a thread uses it at any time.
+            ValueError: In ``mode="async"``, where a thread may use the engine at any time.
         """
         if self._mode == "async":
             raise ValueError(
-                "The engine of VLLM(mode='async') is used by a thread of its own, and is not for others: call the model, as in "
+                "The engine of VLLM(mode='async') is used by a thread of its own, so no other code may use it: call the model, as in "
                 "`await model(prompt)`, or make it with mode='sync'."
             )
         self.dispatch()
@@ -191,19 +191,19 @@ class VLLM(MetaMixin):
     # -- running ---------------------------------------------------------------------------------------------
 
     def _refuse_component(self, envoy: Envoy) -> None:
-        raise NotImplementedError(f"`{envoy.path}` cannot be run by itself: the layers of a vLLM engine run inside it only.")
+        raise NotImplementedError(f"`{envoy.path}` cannot be run by itself: the layers of a vLLM engine run only inside the engine.")
 
     def trace(self, *args: Any, backend: Backend | None = None, **kwargs: Any) -> RequestTracer:
-        """Run a request, with the block of the ``with`` statement reading and editing the model's internals.
+        """Run a request. The block of the ``with`` statement reads and edits the model's internals.
 
         Args:
-            *args: One prompt: a text, token ids, or a dict, as vLLM takes it or as a tokenizer
-                gives it. Without one, open invokes with a prompt each.
-            backend: Where the block runs; in this process by default.
-            **kwargs: Those of ``vllm.SamplingParams``: ``temperature``, ``max_tokens`` and so on. Invokes take them, too.
+            *args: One prompt: a text, token ids, or a dict as vLLM takes it or as a tokenizer returns it. Without a prompt, the block
+                opens invokes with a prompt each.
+            backend: Runs the block. By default the block runs in this process.
+            **kwargs: Arguments of ``vllm.SamplingParams``: ``temperature``, ``max_tokens`` and so on. Invokes take them, too.
 
         Returns:
-            The tracer. ``tracer.result`` is vLLM's ``RequestOutput``, ``tracer.report`` tells how the blocks ran.
+            The tracer. ``tracer.result`` is vLLM's ``RequestOutput``. ``tracer.report`` tells how the blocks ran.
 
         Raises:
             ValueError: For unknown sampling parameters, several prompts for one block, and several samples (``n=``) of a request whose
@@ -221,15 +221,15 @@ class VLLM(MetaMixin):
         return RequestTracer(self, args, kwargs, backend)
 
     def generate(self, *args: Any, **kwargs: Any) -> RequestTracer:
-        """Do the same as :meth:`trace`: a request of an engine always generates, ``max_tokens`` or ``max_new_tokens`` tokens."""
+        """Do the same as :meth:`trace`. Every request of an engine generates, up to ``max_tokens`` (or ``max_new_tokens``) tokens."""
         return self.trace(*args, **kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> RequestTracer:
-        """Say how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as in a trace.
+        """Report how blocks would run, without running a request: ``with model.explain(prompt) as tracer:`` and a block, as in a trace.
 
-        The block, or each invoke, begins, and ends at the first value of the model that it waits for. The engine is started if it has not
-        been, and nothing is sent to it. Then ``tracer.report.tiers`` says, for each request, where the block would run. Requests for values
-        that are not there raise as in a trace. Arguments are those of :meth:`trace`.
+        The block, or each invoke, begins, and ends at the first value of the model that it waits for. This starts the engine if it does not
+        run yet, but sends nothing to it. Afterwards ``tracer.report.tiers`` says for each request where its block would run. Arguments and
+        errors are those of :meth:`trace`.
         """
         leave_to_python("model.explain(...)")
         tracer = RequestTracer(self, args, kwargs)
@@ -237,7 +237,7 @@ class VLLM(MetaMixin):
         return tracer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a request with the model's edits, and return vLLM's ``RequestOutput``; in ``mode="async"`` a stream, to be awaited.
+        """Run a request with the model's edits, and return vLLM's ``RequestOutput``. In ``mode="async"`` return a stream, to be awaited.
 
         Arguments are those of :meth:`trace`: the prompt, and sampling parameters.
         """
@@ -257,20 +257,21 @@ class VLLM(MetaMixin):
         start: int = 0,
         **parameters: Any,
     ) -> None:
-        """Steer the request with vectors of :attr:`vectors`, at the top of a block; a server is asked for the same with ``vllm_xargs``.
+        """At the top of a block, steer the request with :attr:`vectors` or a program. Clients of a server use ``vllm_xargs`` instead.
 
         Args:
-            vector: Name of the vector that is added, or several names; or a program: the name of one that the engine was made with, or a
+            vector: Name of the vector that is added, or several names. Or a program: the name of one that the engine was made with, or a
                 :class:`nnsight.Program`, which runs where the engine stops.
-            scale: Its factor, or one for each.
-            remove: Names of the vectors that are projected out before.
+            scale: The factor of the vector, or one factor per vector.
+            remove: Names of the vectors that are projected out before the addition.
             layers: Numbers of layers, also as a text such as ``"2,5-8"``; by default all for which the vectors have directions.
-            start: First position, counted from the start of the prompt.
-            **parameters: Of the program, each a number or a tensor of the shape of its default; it has no other arguments but ``start``.
+            start: First steered position, counted from the start of the prompt.
+            **parameters: Parameters of the program, each a number or a tensor of the shape of its default. Besides them, a program takes
+                only ``start``.
 
         Raises:
-            ValueError: If there is no such vector, it has no direction for a layer, or a layer cannot be steered; or if the program has no
-                such parameter.
+            TypeError: If parameters are given without a program, or if a program gets other arguments.
+            ValueError: For an unknown vector, layer or parameter, and if a vector has no direction for a layer.
         """
         run = running_request()
         program = run.limits.programs.get(vector) if isinstance(vector, str) else None
@@ -298,48 +299,49 @@ class VLLM(MetaMixin):
 
     def scan(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ``NotImplementedError``: vLLM's layers need the engine around them."""
-        raise NotImplementedError("scan() is not available for VLLM: its layers run inside an engine only.")
+        raise NotImplementedError("scan() is not available for VLLM: its layers run only inside an engine.")
 
     def compile(self, **options: Any) -> None:
         """Raise ``NotImplementedError``: vLLM compiles models itself."""
-        raise NotImplementedError("compile() is not available for VLLM: the engine compiles its model, or does not, as it is made.")
+        raise NotImplementedError("compile() is not available for VLLM: the engine decides at its start whether it compiles its model.")
 
     def _trace_method(self, envoy: Envoy, name: str, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError(f"`{envoy.path}.{name}(...)` cannot be traced on a vLLM engine, which runs requests only.")
 
-    # -- locations beside the modules --------------------------------------------------------------------------
+    # -- locations that belong to no module --------------------------------------------------------------------
 
-    logits = engine_value("logits", "The logits from which the next token is sampled, ``[1, vocabulary]``. To be read and replaced.")
+    logits = engine_value("logits", "The logits from which the next token is sampled, ``[1, vocabulary]``. Can be read and replaced.")
     samples = engine_value(
         "samples",
-        "The id of the token that was sampled, ``[1, 1]``: int32 with vLLM's model runner V1, int64 with V2. To be read and replaced.",
+        "The id of the sampled token, ``[1, 1]``: int32 with vLLM's model runner V1, int64 with V2. Can be read and replaced.",
     )
 
     _engine: VLLMEngine | None
     _layout: Layout | None
-    _turns: Turns | None
+    _engine_thread: EngineThread | None
     _mode: str
     vectors: Vectors
 
 
 def _import_vllm() -> None:
-    """Import vLLM in a thread, so that no caller is on the stack.
+    """Import vLLM in a thread, so that no frame of the caller is on the stack.
 
-    vLLM keeps errors of optional imports, and so the frames below them: the caller's model would never be deleted, nor its engine end.
+    vLLM keeps the errors of optional imports, and their tracebacks hold the frames of all callers. A model in such a frame would never be
+    deleted, and its engine would never end.
     """
 
-    def apart() -> None:
-        with contextlib.suppress(Exception):  # the code that needs it imports it again, and raises
+    def import_modules() -> None:
+        with contextlib.suppress(Exception):  # later code imports vLLM again, and gets the error
             for name in ("vllm.entrypoints.llm", "vllm.multimodal.media"):
                 importlib.import_module(name)
 
     if "vllm.multimodal.media" not in sys.modules:
-        thread = threading.Thread(target=apart)
+        thread = threading.Thread(target=import_modules)
         thread.start()
         thread.join()
 
 
-#: Options that lead to another engine, or divide layers, steps or requests among devices in another way.
+#: Options that start another kind of engine, or that divide layers, steps or requests among devices in a way that blocks do not support.
 _REFUSED = (
     *("pipeline_parallel_size", "data_parallel_size", "prefill_context_parallel_size", "decode_context_parallel_size"),
     *("enable_expert_parallel", "enable_dbo", "enable_batch_sharded_sampling", "nnodes"),
@@ -348,15 +350,15 @@ _REFUSED = (
 
 
 def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]) -> None:
-    """Raise for options that blocks cannot run with."""
+    """Raise ``ValueError`` or ``NotImplementedError`` for options that blocks cannot run with."""
     if mode not in ("sync", "async"):
         raise ValueError(f"mode= is 'sync' or 'async', not {mode!r}.")
     if isinstance(tensor_parallel_size, bool) or not isinstance(tensor_parallel_size, int) or tensor_parallel_size < 1:
         raise ValueError(f"tensor_parallel_size= is a number of devices, from 1, not {tensor_parallel_size!r}.")
     if mode == "async" and tensor_parallel_size != 1:
         raise NotImplementedError(
-            f"VLLM(mode='async', tensor_parallel_size={tensor_parallel_size}) is not implemented: a thread makes the steps there, and "
-            "several devices were not tried from one. Use mode='sync'."
+            f"VLLM(mode='async', tensor_parallel_size={tensor_parallel_size}) is not implemented: a thread makes the steps in this "
+            "mode, and this was not tested with several devices. Use mode='sync'."
         )
     for name in _REFUSED:
         if options.get(name) is True or options.get(name, 1) not in (None, False, 1):  # `True` equals 1
@@ -369,7 +371,7 @@ def _check_options(mode: str, tensor_parallel_size: int, options: dict[str, Any]
 
 
 def _layout_of(taps: Any, captures: Any, edits: Any, programs: Mapping[str, GraphProgram]) -> Layout | None:
-    """Return the layout for these arguments of :class:`VLLM`; ``None`` for an engine that compiles nothing."""
+    """Return the layout for these arguments of :class:`VLLM`, or ``None`` for an engine that compiles nothing."""
     if not taps and not captures and not edits and not programs:
         return None
     room = {"slots": 16, "rank": 1}

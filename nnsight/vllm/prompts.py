@@ -1,4 +1,4 @@
-"""A user's prompt, sampling parameters and options in the form that vLLM takes."""
+"""Conversion of a user's prompt, sampling parameters and engine options to vLLM's forms."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..modeling.forms import describe
 
 
 def prompt_of(args: tuple[Any, ...]) -> dict[str, Any]:
-    """Return the prompt of one request, as vLLM takes it; raise ``ValueError`` or ``TypeError`` if ``args`` are something else.
+    """Return the prompt of one request in vLLM's form. Raise ``ValueError`` unless there is one, not empty; ``TypeError`` for other types.
 
-    A prompt is a text, token ids as a list or an integer tensor ``[sequence]`` or ``[1, sequence]``, or a dict: as vLLM takes it, or
-    ``input_ids`` with or without ``attention_mask``, as a tokenizer gives it.
+    A prompt is a text, token ids (a list, or an integer tensor ``[sequence]`` or ``[1, sequence]``), or a dict: of vLLM's form, or the
+    output of a tokenizer (``input_ids``, with or without ``attention_mask``).
     """
     if len(args) != 1:
         raise ValueError(
@@ -40,14 +40,14 @@ def prompt_of(args: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def _tokens_of(encoded: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the prompt that a tokenizer has encoded, without padding."""
+    """Return the prompt in the output of a tokenizer, without padding."""
     unknown = sorted(encoded.keys() - {"input_ids", "attention_mask", "token_type_ids"})
     if unknown:
         raise TypeError(f"A prompt with `input_ids` has no {unknown[0]!r}: only `attention_mask` goes with them.")
     ids, mask = (None if encoded.get(name) is None else torch.as_tensor(encoded[name]) for name in ("input_ids", "attention_mask"))
     assert ids is not None
     if mask is not None and mask.shape != ids.shape:
-        raise ValueError(f"`attention_mask` has shape {tuple(mask.shape)}, and `input_ids` {tuple(ids.shape)}: they belong together.")
+        raise ValueError(f"`attention_mask` has shape {tuple(mask.shape)}, and `input_ids` has {tuple(ids.shape)}: they have to be equal.")
     if ids.dim() == 2 and len(ids) == 1:
         ids, mask = ids[0], None if mask is None else mask[0]
     if mask is not None and ids.dim() == 1:
@@ -56,7 +56,7 @@ def _tokens_of(encoded: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sampling_of(options: Mapping[str, Any]) -> Any:
-    """Return vLLM's sampling parameters. ``options`` may have ``max_new_tokens`` for ``max_tokens``; wrong ones raise ``ValueError``."""
+    """Return vLLM's sampling parameters. ``max_new_tokens`` stands for ``max_tokens``. Unknown or invalid options raise ``ValueError``."""
     from vllm import SamplingParams
 
     given = dict(options)
@@ -65,22 +65,22 @@ def sampling_of(options: Mapping[str, Any]) -> Any:
     known = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
     unknown = sorted(given.keys() - known)
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: no sampling parameters of vLLM, which are {', '.join(sorted(known))}.")
+        raise ValueError(f"{', '.join(unknown)}: no sampling parameters of vLLM. The parameters are: {', '.join(sorted(known))}.")
     with refusals():
         return SamplingParams(**given)
 
 
 def config_of(repo: str, options: Mapping[str, Any]) -> Any:
-    """Return the configuration of an engine of ``repo`` with ``options``, on a single rank."""
+    """Return vLLM's configuration of an engine of ``repo`` with ``options``, on a single rank."""
     from vllm.engine.arg_utils import EngineArgs
 
-    with torch.device("cpu"):  # the caller's default may be the meta device already
+    with torch.device("cpu"):  # the caller may have set the meta device as default
         return EngineArgs(model=repo, **{**options, "tensor_parallel_size": 1}).create_engine_config()
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Raise vLLM's errors about a user's request as ``ValueError``."""
+    """Turn vLLM's errors about a user's request into ``ValueError``."""
     from vllm.exceptions import VLLMClientError
 
     try:

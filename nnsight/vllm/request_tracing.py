@@ -1,6 +1,6 @@
-"""A trace on an engine: its block, or each of its invokes, is a request.
+"""Traces on an engine. The block of a trace, or each of its invokes, is a request.
 
-As in other traces the block of the ``with`` statement starts first. All requests run together, and with all others of the engine.
+As in other traces, the block of the ``with`` statement starts first. All requests share the steps of the engine, also with other traces.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class EngineReport(Report):
-    """Account of a trace on an engine."""
+    """Report of a trace on an engine. The lists have one item for each request."""
 
-    tiers: list[str] = field(default_factory=list)  # for each request, how its block ran, see :attr:`RequestRun.tier`
-    steps: list[int] = field(default_factory=list)  # and in how many steps it had rows; with several samples, those of the longest
-    programs: list[int] = field(default_factory=list)  # and in how many of them a program did what the block does
-    reasons: list[str] = field(default_factory=list)  # why it did not in others, if that was tried
-    planned: bool = False  # whether nothing was run, see :meth:`~.model.VLLM.explain`
+    tiers: list[str] = field(default_factory=list)  # how the block ran, see :attr:`RequestRun.tier`
+    steps: list[int] = field(default_factory=list)  # number of steps with rows of the request; of several samples, the largest number
+    programs: list[int] = field(default_factory=list)  # number of these steps in which a program ran in place of the block
+    reasons: list[str] = field(default_factory=list)  # why the block ran as Python, if a program was tried; else empty
+    planned: bool = False  # whether the requests were only explained, and not run, see :meth:`~.model.VLLM.explain`
 
     def __str__(self) -> str:
         """Return a line for the trace and one for each request."""
@@ -48,25 +48,26 @@ class EngineReport(Report):
 
 
 class RequestTracer(InterleavingTracer):
-    """Runs requests in the engine of a model, with blocks reading and editing its internals.
+    """Runs requests in the engine of a model. Their blocks read and edit the model's internals.
 
-    ``args`` are the prompt, unless invokes have one each; ``kwargs`` are sampling parameters for all requests.
+    ``args`` has the prompt, or is empty if each invoke has its own. ``kwargs`` are sampling parameters for all requests.
     """
 
-    awaits_steps = False  # nobody knows whether an engine goes on with a request before it does
+    awaits_steps = False  # whether a request has another step is known only when the step begins
 
     def __init__(self, model: VLLM, args: tuple[Any, ...], kwargs: dict[str, Any], backend: Backend | None = None) -> None:
-        given: Any = (None, model, args, kwargs, backend, model)  # no driver: an engine calls its model itself
+        given: Any = (None, model, args, kwargs, backend, model)  # `None`: an engine calls its model itself, without a driver
         super().__init__(*given)
         self.report: EngineReport = EngineReport()
         self._main: RequestRun | None = None
 
     def execute(self, function: Callable[[], None]) -> None:
-        """Run the requests; ``function`` is the block of the only one, or opens the invokes."""
+        """Run the requests. ``function`` is the block of the only request, or opens the invokes."""
         self._execute(function)
 
     def _execute(self, function: Callable[[], None] | None = None) -> list[Request]:
-        """Run the requests, unless this is a plan only, and return them; raise the first error of a block when all have finished."""
+        """Run the requests, or only start their blocks if ``report.planned``, and return them. When all have finished, raise the first
+        error of a block."""
         requests: list[Request] = []
         try:
             requests = self.begin(function)
@@ -81,8 +82,8 @@ class RequestTracer(InterleavingTracer):
         return requests
 
     def call(self) -> Any:
-        """Run the request with the model's edits and no other block; return vLLM's output."""
-        token = saves.set({})  # an edit may save values, as in a trace, though its names are not bound
+        """Run the request with the model's edits and no other block. Return vLLM's output."""
+        token = saves.set({})  # an edit may save values as in a trace, although no name is bound to them
         try:
             return self._execute()[0].output
         finally:
@@ -90,7 +91,7 @@ class RequestTracer(InterleavingTracer):
             self._close()
 
     def begin(self, function: Callable[[], None] | None = None) -> list[Request]:
-        """Start the blocks, and return the requests of this trace; without ``function`` the one of a call."""
+        """Start the blocks, and return the requests of this trace. Without ``function``, this is the request of a call without a block."""
         assert self._call is not None
         _, _, args, sampling = self._call
         blocks: list[Mediator] = []
@@ -106,17 +107,17 @@ class RequestTracer(InterleavingTracer):
         if run.failed is not None:
             raise run.failed
         if args and function is not None and self.info is not None:
-            self._may_park(run, blocks[0], self.info, function, ())
+            self._allow_program(run, blocks[0], self.info, function, ())
         if args or function is None:
-            requests = [self._begun(Request(prompt_of(args), sampling_of(sampling), run))]
+            requests = [self._started(Request(prompt_of(args), sampling_of(sampling), run))]
         else:
-            requests = self._invoked(run, sampling)
+            requests = self._requests_of_invokes(run, sampling)
         self.report.mode = "engine"
         self.report.tiers = [request.sent[0].run.tier for request in requests]
         return requests
 
     def end(self) -> None:
-        """Release what :meth:`begin` made."""
+        """End the blocks, and run the actions that are due at the end of a trace."""
         if self._main is not None:
             self._main.cancel()
         for action in self._at_end:
@@ -127,8 +128,8 @@ class RequestTracer(InterleavingTracer):
         model.dispatch()
         return RequestRun(blocks, self, model._tree, name, model._engine.limits)
 
-    def _invoked(self, main: RequestRun, sampling: Mapping[str, Any]) -> list[Request]:
-        """Start the blocks of the invokes that the block of a trace without a prompt has opened; return their requests."""
+    def _requests_of_invokes(self, main: RequestRun, sampling: Mapping[str, Any]) -> list[Request]:
+        """Start the blocks of the invokes that the block of the trace has opened, and return their requests."""
         invokes, self._invokes = self._invokes or [], None
         if not invokes and main.error is not None:
             return []
@@ -141,42 +142,42 @@ class RequestTracer(InterleavingTracer):
         for number, invoke in enumerate(invokes):
             if not invoke.args:
                 raise ValueError(
-                    "tracer.invoke() without a prompt: on an engine each invoke is a request of its own, and there is no "
-                    "batch that one could see as a whole. Give it a prompt."
+                    "tracer.invoke() without a prompt: on an engine each invoke is a request of its own, and no invoke can see "
+                    "the whole batch. Give it a prompt."
                 )
             name = f"invoke {number}"
             mediator = self.make_mediator(invoke.function, None, name, publish=invoke.publish, explain=invoke.explain)
             run = self._run_of([mediator], name)
             others = [other.block for other in invokes if other is not invoke]
-            self._may_park(run, mediator, invoke.block, invoke.function, others)
+            self._allow_program(run, mediator, invoke.block, invoke.function, others)
             requests.append(Request(prompt_of(invoke.args), sampling_of({**sampling, **invoke.kwargs}), run))
-        return [self._begun(request) for request in requests]
+        return [self._started(request) for request in requests]
 
-    def _may_park(self, run: RequestRun, mediator: Mediator, block: Block, function: Any, others: Sequence[Block]) -> None:
-        """Let a block go on as a program, if that is possible; ``others`` are those of the other requests."""
+    def _allow_program(self, run: RequestRun, mediator: Mediator, block: Block, function: Any, others: Sequence[Block]) -> None:
+        """Let a program replace the block where that is possible. ``others`` are the blocks of the other requests of the trace."""
         model: Any = self._model
         if run.limits.blocks is not None:
             run.stepping = Steps(run.limits.blocks, mediator, block, function, others, lists=model._mode == "sync")
 
-    def _begun(self, request: Request) -> Request:
-        """Start the blocks of ``request``, and return it; it gets a request for each sample, if it is for several."""
+    def _started(self, request: Request) -> Request:
+        """Start the blocks of ``request``, and return it. With ``n=`` above 1, also make a request for each sample."""
 
-        def of_edits(name: str) -> RequestRun:
+        def run_of_edits(name: str) -> RequestRun:
             run = self._run_of([], name)
             run.begin(self._edits())
             return run
 
         request.run.begin(self._edits() if request.sampling.n == 1 else ())
         if request.sampling.n > 1:
-            request.split(of_edits)
+            request.split(run_of_edits)
         return request
 
     def conclude(self, requests: list[Request]) -> None:
-        """Report how the blocks ran, and raise the first of their errors."""
+        """Fill in the report, and raise the first error of a block."""
         report = self.report
         report.steps = [max(sent.run.steps for sent in request.sent) for request in requests]
         stepping = [request.run.stepping for request in requests]
-        report.programs = [0 if each is None else each.made for each in stepping]
+        report.programs = [0 if each is None else each.program_steps for each in stepping]
         report.reasons = ["" if each is None else each.why for each in stepping]
         visited = (location for request in requests for sent in request.sent for location in sent.run.visited)
         report.spliced = list(dict.fromkeys(visited))

@@ -1,12 +1,12 @@
-"""Requests, and those for several samples of one prompt (``n=``).
+"""Requests, and requests for several samples of one prompt (``n=``).
 
-A block is written against one sequence. Samples of a prompt part after their first token, so a value that a block reads or edits
+A block is written against one sequence. Samples of a prompt diverge after their first token, so a value that a block reads or edits
 differs between them, and occurs at different steps. Edits of the model, ``steer(...)``, and a block that wants only the result mean the
-same for all samples. So each sample is a request of the engine, with a run of its own for the edits of the model and the same steering. The
-block has a run beside them, which gets one result for all when the last of them has finished. A block that waits for a value of the model
-is refused; it should open an invoke for each sample instead.
+same for all samples. So each sample is a request of the engine, with the same steering and a run of its own for the edits of the model.
+The block has a separate run, which gets one result for all samples when the last of them has finished. A block that waits for a value of
+the model is refused: it should open an invoke for each sample instead.
 
-Samples are numbered as vLLM numbers them, and draw what vLLM's own would draw: with ``seed=s`` sample ``i`` has the seed ``s + i``.
+Samples have the same numbers as in vLLM, and draw the same tokens: with ``seed=s``, sample ``i`` has the seed ``s + i``.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class Request:
     prompt: dict[str, Any]  # as vLLM takes it
     sampling: Any  # vLLM's sampling parameters
     run: RequestRun  # the blocks that are written against it
-    whole: Request | None = None  # the request of which it is a sample
-    samples: list[Request] = field(default_factory=list)  # the requests for one sample each that go to the engine in its place
+    parent: Request | None = None  # for a sample, the request with ``n=``
+    samples: list[Request] = field(default_factory=list)  # with ``n=``, a request per sample; the engine gets these instead
     lease: Lease | None = None  # its entry of the tables, if it is steered in the graph
-    name: str = ""  # in the engine, once it is there
-    internal: str = ""  # the engine core's name of it
-    latest: Any = None  # vLLM's latest output
-    output: Any = None  # vLLM's last output
-    on_output: Callable[[Any], None] | None = None  # called with each output of a step, the last one included
+    name: str = ""  # its name in the engine, once it is there
+    internal: str = ""  # its name in the engine core
+    latest: Any = None  # vLLM's output of the latest step
+    output: Any = None  # vLLM's final output
+    on_output: Callable[[Any], None] | None = None  # called with the output of each step, including the last
 
     @property
     def ended(self) -> bool:
-        """Whether its blocks have ended before their time, or those of the request of which it is a sample."""
-        return self.run.error is not None or (self.whole is not None and self.whole.run.error is not None)
+        """Whether its blocks, or the blocks of its parent, have ended early."""
+        return self.run.error is not None or (self.parent is not None and self.parent.run.error is not None)
 
     @property
     def sent(self) -> list[Request]:
@@ -47,15 +47,15 @@ class Request:
         return self.samples or [self]
 
     def take(self, output: Any) -> None:
-        """Note an output; conclude the blocks if it is the last."""
+        """Store an output. If it is the last one, conclude the blocks."""
         self.latest = output
         if output.finished:
             self.output = output
             self.run.conclude(output)
-        self.pass_on()
+        self.fail_parent()
 
-    def tell(self) -> None:
-        """Pass the output of a step to the listener; conclude the blocks when all samples have finished."""
+    def notify(self) -> None:
+        """Pass the output of a step to ``on_output``. When all samples have finished, conclude the blocks."""
         if self.samples:
             finished = all(sample.output is not None for sample in self.samples)
             if finished or self.on_output is not None:
@@ -67,17 +67,17 @@ class Request:
             self.on_output(self.latest)
 
     def fail(self, error: BaseException) -> None:
-        """End the blocks with ``error``, and those of the request of which it is a sample."""
+        """End its blocks, and the blocks of its parent, with ``error``."""
         if self.run.error is None:
             self.run.fail(error)
-        self.pass_on()
+        self.fail_parent()
 
-    def pass_on(self) -> None:
-        """Raise the error of a sample, if there is one, in the request of which it is a sample."""
-        failed, whole = self.run.failed, self.whole
-        if failed is not None and whole is not None and whole.run.error is None:
-            failed.add_note(f"This was sample {whole.samples.index(self)} of {len(whole.samples)}.")
-            whole.run.fail(failed)
+    def fail_parent(self) -> None:
+        """If this sample has failed, end the blocks of its parent with the same error."""
+        failed, parent = self.run.failed, self.parent
+        if failed is not None and parent is not None and parent.run.error is None:
+            failed.add_note(f"This was sample {parent.samples.index(self)} of {len(parent.samples)}.")
+            parent.run.fail(failed)
 
     def cancel(self) -> None:
         """End the blocks."""
@@ -85,9 +85,9 @@ class Request:
             request.run.cancel()
 
     def split(self, new_run: Callable[[str], RequestRun]) -> None:
-        """Make a request for each sample, unless samples cannot share the block.
+        """Make a request for each sample, or fail if the block cannot be shared by samples.
 
-        ``new_run`` returns a run with the given name in which the edits of the model have begun.
+        ``new_run`` returns a run with the given name, in which the edits of the model have begun.
         """
         count, run = self.sampling.n, self.run
         if run.touches_model:
@@ -105,9 +105,9 @@ class Request:
             sampling.n = 1
             if sampling.seed is not None:
                 sampling.seed += number
-            sample = Request(dict(self.prompt), sampling, new_run(f"{run.name}, sample {number}"), whole=self)
+            sample = Request(dict(self.prompt), sampling, new_run(f"{run.name}, sample {number}"), parent=self)
             self.samples.append(sample)
-            sample.pass_on()
+            sample.fail_parent()
             try:
                 for location, steering in run.steering.items():
                     sample.run.steer(location, steering)
@@ -116,7 +116,7 @@ class Request:
 
 
 def _joined(outputs: Sequence[Any], finished: bool) -> Any:
-    """Return vLLM's outputs for samples, ``None`` for those that have none yet, as one output, as vLLM has it for ``n=``."""
+    """Join vLLM's outputs for the samples, ``None`` for a sample without one, to an output as vLLM itself returns for ``n=``."""
     begun = [(number, output) for number, output in enumerate(outputs) if output is not None]
     whole = copy.copy(begun[0][1])
     whole.outputs = []

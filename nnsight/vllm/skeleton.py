@@ -1,8 +1,8 @@
-"""A model of vLLM without weights, on the meta device: its modules, to be printed and addressed.
+"""A vLLM model without weights, on the meta device. Its modules can be printed and addressed before the engine starts.
 
-vLLM's modules read the process while they are made: its configuration and the ranks of its parallel groups. So both are set up for that
-time, as they are for an engine, and taken down again. A cache of the process shares the tables of positions between modules;
-the tables made here have no values, and may not stay in it.
+vLLM's modules read global state while they are made: the current configuration, and the ranks of the parallel groups. So this module sets
+up both, as for an engine, and removes them afterwards. vLLM shares the position tables of rotary embeddings in a global cache. The tables
+made here have no values, so they must not stay in that cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .worker.runner import check
 
 
 def skeleton_of(repo: str, options: Mapping[str, Any], layout: Layout) -> torch.nn.Module:
-    """Return the model of an engine of ``repo`` with ``options``, without weights, as on a single rank."""
+    """Return the model of an engine of ``repo`` with ``options``, without weights, on a single rank."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -38,7 +38,7 @@ def skeleton_of(repo: str, options: Mapping[str, Any], layout: Layout) -> torch.
 
 @contextmanager
 def _single_rank() -> Iterator[None]:
-    """Set up parallel groups, each with one member, inside of this."""
+    """Provide parallel groups with one member each inside of this context."""
     from vllm.distributed import (
         destroy_distributed_environment,
         destroy_model_parallel,
@@ -47,7 +47,7 @@ def _single_rank() -> Iterator[None]:
         model_parallel_is_initialized,
     )
 
-    if model_parallel_is_initialized():  # an engine lives in this process
+    if model_parallel_is_initialized():  # by an engine in this process; its groups suffice
         yield
         return
     with tempfile.TemporaryDirectory() as folder:

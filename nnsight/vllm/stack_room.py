@@ -1,10 +1,9 @@
-"""Room on the interpreter's stack, so that calls deep inside an engine do not each ask the system for memory.
+"""Room on the interpreter's stack, so that calls deep inside an engine do not repeatedly ask the system for memory.
 
-CPython keeps the frames of a thread in chunks of 16 KB. A call whose frame does not fit into the current chunk gets another one from the
-system, and gives it back when it returns. The depth of the caller decides which call that is. If a model makes this call for each of
-its layers, every step of the engine maps, touches and unmaps memory as often as the model has layers. That took 3 to 5 percent of a
-step of a GPT-2 with 12 layers, on a machine with two cores, when a trace called the engine. It took nothing when vLLM's ``generate`` did,
-which happened to be fewer frames deep.
+CPython keeps the frames of a thread in chunks of 16 KB. A call whose frame does not fit into the current chunk gets a new chunk from the
+system, and returns it when the call ends. The depth of the stack decides which call that is. If a model makes this call once per layer,
+every step of the engine maps, touches and unmaps memory once per layer. With a GPT-2 of 12 layers on two cores, this took 3 to 5 percent
+of a step when a trace called the engine. It took nothing when vLLM's ``generate`` called it, because that stack was fewer frames deep.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-#: Slots of a frame of 256 KB. The chunk for it has 512 KB, and nearly half of it is left for the calls below.
+#: Stack slots of a frame of 256 KB. CPython allocates a chunk of 512 KB for it, and nearly half of the chunk is left for inner calls.
 _SLOTS = 1 << 15
 
 
 def with_room(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return ``function(*arguments)``, called with more than 200 KB of contiguous stack for frames of Python.
+    """Return ``function(*arguments)``, called with more than 200 KB of contiguous stack for Python frames.
 
-    The code of this function claims a stack of so many slots, though it uses few. Pages that are not touched take no memory.
+    The code object of this function declares :data:`_SLOTS` stack slots, but uses few. Pages that are not touched take no memory.
     """
     return function(*arguments)
 

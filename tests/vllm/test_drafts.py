@@ -91,7 +91,7 @@ def test_blocks_that_meet_the_model_are_refused_where_there_are_drafts(drafting:
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_drafts_that_only_the_device_knows_are_refused(folder: Path, dispatch: bool) -> None:
     options = {**OPTIONS, "edits": ["model.layers.*"], "speculative_config": {**DRAFTS, "method": "ngram_gpu"}}
-    with pytest.raises(NotImplementedError, match="method 'ngram_gpu' .* known on the device only.* 'ngram' can be had"):
+    with pytest.raises(NotImplementedError, match="method 'ngram_gpu' .* only the device would know.* 'ngram' is available"):
         VLLM(folder, **options, dispatch=dispatch)
 
 

@@ -152,7 +152,7 @@ def test_options_that_lead_to_the_second_model_runner_are_refused(
     ],
 )
 def test_speculative_decoding_is_refused_with_the_reason(folder: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=f"VLLM.{next(iter(options))}=.* tokens that are thrown away again.* Leave it out"):
+    with pytest.raises(NotImplementedError, match=f"VLLM.{next(iter(options))}=.* tokens that are discarded later.* Leave it out"):
         VLLM(folder, **OPTIONS, **options)
 
 

@@ -165,7 +165,7 @@ def test_programs_that_cannot_be_in_a_graph(reference: LanguageModel) -> None:
     def skipped() -> None:
         layers[1].skip(layers[1].input)
 
-    refused(program_of(last), r"line \d+ looks at several positions.*Use taps, and a block")
+    refused(program_of(last), r"line \d+ looks at several positions.*Use taps and a block")
     refused(program_of(average), "looks at several positions")
     refused(program_of(drawn), "random numbers")
     refused(program_of(called), r"line \d+ has a call of a module")

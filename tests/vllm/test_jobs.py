@@ -28,7 +28,7 @@ from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.models import engine_of
 from nnsight.remote.server.serve import in_background
 from nnsight.vllm import VLLM
-from nnsight.vllm.jobs.engine import Either, JobEngine
+from nnsight.vllm.jobs.engine import FallbackEngine, JobEngine
 
 from ..program.test_differential import SAVES, STATEMENTS, function_of
 from ..serving import serving
@@ -251,7 +251,7 @@ def test_a_block_gives_what_it_gives_on_transformers(clients: Clients, block: Bl
 
 def test_a_weight_is_used_if_it_is_whole(clients: Clients, request: pytest.FixtureRequest) -> None:
     if "two devices" in request.node.name:
-        with pytest.raises(InvalidProgramError, match=r"it has no `lm_head\.weight` as transformers has it"):
+        with pytest.raises(InvalidProgramError, match=r"it does not have `lm_head\.weight` in the form of transformers"):
             clients.both(a_head_by_its_weight)
     else:
         clients.both(a_head_by_its_weight)
@@ -415,7 +415,7 @@ def test_what_an_engine_refuses_runs_on_the_other(
     folder: Path, reference: LanguageModel, clients: Clients, tmp_path: Path
 ) -> None:
     other = engine_of(LanguageModel(folder, dtype="float32", dispatch=True))
-    with served(folder, reference, Either(clients.engine, other), tmp_path) as both:
+    with served(folder, reference, FallbackEngine(clients.engine, other), tmp_path) as both:
         both.both(gradients)
         both.both(generates)
 
@@ -496,7 +496,7 @@ def test_ending_a_job_that_waits_for_the_other_engine_ends_no_other(clients: Cli
             gradient = hidden.grad.save()
 
     async def run() -> list[Any]:
-        both = Either(clients.engine, ThreadEngine(slow))
+        both = FallbackEngine(clients.engine, ThreadEngine(slow))
         given = [[backend.payload], [backend.payload]]
         jobs = [asyncio.ensure_future(both.execute(one, 20, [print])) for one in given]
         await asyncio.to_thread(begun.wait, 20)

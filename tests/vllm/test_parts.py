@@ -27,7 +27,7 @@ from nnsight.vllm.steering.tables import RowSlots, Steering, tables_part
 from nnsight.vllm.worker.bookkeeping import Bookkeeping, Span
 from nnsight.vllm.worker.engine_taps import Layout, at_side, tapped_modules
 from nnsight.vllm.worker.kept_values import KeptValues
-from nnsight.vllm.worker.ranks import ABANDON, WORK, Alone, Leader
+from nnsight.vllm.worker.ranks import ABANDON, WORK, Leader, SingleRank
 from nnsight.vllm.worker.request_rows import RequestRows, RowView, ordinary
 from nnsight.vllm.worker.requests import RequestLimits, RequestRun
 from nnsight.vllm.worker.runner import check
@@ -256,7 +256,7 @@ class Batches:
     """Steps of a runner, which is simulated; ``worked_out`` counts those whose rows were worked out anew."""
 
     def __init__(self, tapped: Any = None) -> None:
-        self.link = Alone()
+        self.link = SingleRank()
         self.tapped = tapped
         self.bookkeeping = Bookkeeping(self)
         self.worked_out = 0
@@ -367,11 +367,11 @@ def test_rows_of_tables_follow_the_batch() -> None:
     assert batches.worked_out == 3
     batches.schedule(finished="a")
     batches.step(("b", 9, 1), padded=2)
-    assert looked_at.tolist()[:4] == [3, 0, 0, 0] and batches.bookkeeping.attends
+    assert looked_at.tolist()[:4] == [3, 0, 0, 0] and batches.bookkeeping.has_work
     batches.schedule(finished="b")
-    assert batches.bookkeeping.attends  # a row is to be cleared yet
+    assert batches.bookkeeping.has_work  # a row is to be cleared yet
     batches.step(("c", 10, 1))
-    assert not looked_at.any() and not batches.bookkeeping.attends
+    assert not looked_at.any() and not batches.bookkeeping.has_work
 
 
 def test_calls_with_room_need_no_memory_of_the_system() -> None:
@@ -468,14 +468,14 @@ def test_each_step_copies_its_rows_from_memory_of_its_own() -> None:
 FEATURES = [
     ("attention_config.hisparse_config", object(), "HiSparse attention"),
     ("watermark_config", object(), "a watermark"),
-    ("model_config.is_diffusion", True, "a diffusion model .*written over in later steps"),
-    ("parallel_config.enable_batch_sharded_sampling", True, "batch-sharded sampling .*logits of other requests"),
-    ("speculative_config", SimpleNamespace(method="ngram"), "speculative decoding .*looked up on the device"),
+    ("model_config.is_diffusion", True, "a diffusion model .*later steps overwrite them"),
+    ("parallel_config.enable_batch_sharded_sampling", True, "batch-sharded sampling .*logits of different requests"),
+    ("speculative_config", SimpleNamespace(method="ngram"), "speculative decoding .*looks up drafts on the device"),
     ("parallel_config.use_ubatching", True, "dual batch overlap .*in two halves"),
-    ("parallel_config.prefill_context_parallel_size", 2, "context parallelism .*another order"),
-    ("parallel_config.decode_context_parallel_size", 2, "context parallelism .*another order"),
+    ("parallel_config.prefill_context_parallel_size", 2, "context parallelism .*a different order"),
+    ("parallel_config.decode_context_parallel_size", 2, "context parallelism .*a different order"),
     ("model_config.is_encoder_decoder", True, "a model with an encoder"),
-    ("model_config.supports_multimodal_inputs", True, "for more than text .*its encoder runs between"),
+    ("model_config.supports_multimodal_inputs", True, "for more than text .*its encoder runs after"),
     ("model_config.enable_prompt_embeds", True, "embeddings in place of a prompt"),
     ("model_config.is_hybrid", True, "a model with recurrent layers"),
     ("model_config.is_attention_free", True, "a model with recurrent layers"),

@@ -246,7 +246,7 @@ def test_what_cannot_be_done_is_refused(server: Server, xargs: dict[str, Any], m
 
 
 def test_what_would_be_ignored_is_refused(server: Server) -> None:
-    assert "belong into `vllm_xargs`" in server.refusal(None, nnsight_vector="happy")
+    assert "put parameters for steering into `vllm_xargs`" in server.refusal(None, nnsight_vector="happy")
     assert "Beam search cannot be steered" in server.refusal({"nnsight_vector": "happy"}, use_beam_search=True)
     status, answer = server.ask(
         "POST", "/tokenize", {"model": "tiny", "prompt": "a", "vllm_xargs": {"nnsight_vector": "happy"}}
@@ -310,7 +310,7 @@ def test_vectors_come_and_go_at_run_time(server: Server, reference: LanguageMode
         (b"something else", 400, "neither a safetensors file nor a GGUF file"),
         (save({"layers.1": torch.ones(HIDDEN + 1)}), 400, "has 129 channels, and the model's hidden state has 128"),
         (save({"layers.1": torch.full((HIDDEN,), float("nan"))}), 400, "'layers.1' has values that are not finite"),
-        (save({"layers.1": torch.ones(1 << 19)}), 413, "bytes, which no vector of this model needs"),
+        (save({"layers.1": torch.ones(1 << 19)}), 413, "bytes. No vector of this model needs that many"),
     ],
 )
 def test_files_that_are_refused(server: Server, data: bytes, status: int, message: str) -> None:
@@ -339,10 +339,10 @@ def test_a_server_that_compiles_nothing_and_one_on_two_devices(
     [
         (["--vectors", "happy.gguf"], "as in `--vectors happy=happy.gguf`"),
         (["--vectors", "happy=nowhere.gguf"], "No such file or directory: 'nowhere.gguf'"),
-        (["--slots", "0"], "--slots is a number from 1"),
-        (["--api-server-count", "2"], "--api-server-count cannot be had together with --edits"),
-        (["--enable-lora"], "LoRA cannot be had together with --edits"),
-        (["--pipeline-parallel-size", "2"], "pipeline parallelism cannot be had together with --edits"),
+        (["--slots", "0"], "--slots has to be at least 1"),
+        (["--api-server-count", "2"], "--api-server-count cannot be used with --edits"),
+        (["--enable-lora"], "LoRA cannot be used with --edits"),
+        (["--pipeline-parallel-size", "2"], "pipeline parallelism cannot be used with --edits"),
         (["--watermark-config", '{"key": 1}'], "model runner V2 with a watermark (`watermark_config`) is not implemented"),
     ],
 )

@@ -239,8 +239,8 @@ def test_two_thousand_requests_leave_nothing(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             asyncio.run(soak.run(250))
-        while model._turns._thread is not None:
-            model._turns._thread.join()
+        while model._engine_thread._thread is not None:
+            model._engine_thread._thread.join()
         left = left_of(model)
         sizes.append(round(resident(), 1))
         tensors.append(sum(isinstance(found, torch.Tensor) for found in gc.get_objects()))

@@ -395,7 +395,7 @@ REASONS = {
     "carried": "a variable of the loop carries a value from one step to the next",
     "a shared list": "other requests of the trace use `shared`, too",
     "a random number": "`rand` draws its numbers while the block is recorded",
-    "some steps": "the loop leaves steps out",
+    "some steps": "the loop skips steps",
     "no loop": "",
     "memory": "it appends values that share memory",
 }

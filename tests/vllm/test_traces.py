@@ -491,7 +491,7 @@ def test_prompts_that_are_tokenized_already(model: VLLM) -> None:
         (["a", "b"], {}, ValueError, "2 prompts for one block"),
         ([3.5], {}, TypeError, "text or token ids"),
         ([{"input_ids": [1], "labels": [1]}], {}, TypeError, "no 'labels'"),
-        ([{"input_ids": [1], "attention_mask": [1, 1]}], {}, ValueError, "belong together"),
+        ([{"input_ids": [1], "attention_mask": [1, 1]}], {}, ValueError, "they have to be equal"),
         ([{"input_ids": [[1], [2]]}], {}, ValueError, "2 prompts for one block"),
         (["a"], {"temprature": 0}, ValueError, "temprature: no sampling parameters"),
         (["a"], {"temperature": -1}, ValueError, "vLLM refuses the request"),
@@ -611,7 +611,7 @@ def test_other_locations_than_taps_are_refused(model: VLLM) -> None:
         with tracer.invoke(PROMPTS[1]):
             results.append(tracer.result)
     assert tokens(results[0]) == plain(model, [PROMPTS[1]])[0]
-    for place, remedy in (("input", "'model.layers.1.input'"), ("self_attn.source.self_o_proj_0.output", "these cannot be tapped")):
+    for place, remedy in (("input", "'model.layers.1.input'"), ("self_attn.source.self_o_proj_0.output", "operations cannot be tapped")):
         with pytest.raises(OutOfOrderError, match=remedy), model.trace(PROMPTS[0], **GREEDY):
             if place == "input":
                 model.model.layers[1].input  # noqa: B018
@@ -821,7 +821,7 @@ def test_a_table_that_is_full_fails_the_request(steerable: VLLM, reference: Lang
         ({"add": "x"}, ValueError, "no vector 'x'"),
         ({"add": [1.0]}, TypeError, "a number or a tensor"),
         ({"scale": float("nan")}, ValueError, "not finite"),
-        ({"remove": torch.zeros(HIDDEN)}, ValueError, "or a zero"),
+        ({"remove": torch.zeros(HIDDEN)}, ValueError, "or one that is zero"),
         ({"remove": torch.ones(2, HIDDEN)}, ValueError, "depend on each other"),
         ({"remove": torch.ones(2, 3)}, ValueError, r"it is \[128\] or \[directions, 128\]"),
         ({"add": 1.0, "start": -1}, ValueError, "counted from the start"),
@@ -947,7 +947,7 @@ def test_a_stream_that_is_left_ends_its_request(awaited: VLLM) -> None:
     left, result = asyncio.run(main())
     assert all(len(tokens(output)) < 200 for output in left)
     assert len(tokens(result)) == 6
-    until(lambda: awaited._turns._thread is None)  # nothing is left to do
+    until(lambda: awaited._engine_thread._thread is None)  # nothing is left to do
     assert not awaited._engine.llm.llm_engine.has_unfinished_requests()
 
 

@@ -309,7 +309,7 @@ def test_wrong_choices(vectors: Vectors, parameters: dict[str, Any], message: st
 def test_numbers_of_layers() -> None:
     assert places_of(["model.h.1.output", "model.h.10.mlp.output"]) == {1: "model.h.1.output", 10: "model.h.10.mlp.output"}
     for locations in (["model.norm.output"], ["model.h.1.output", "model.h.1.mlp.output"]):
-        with pytest.raises(ValueError, match="cannot be addressed by a number"):
+        with pytest.raises(ValueError, match="cannot be addressed by a layer number"):
             places_of(locations)
 
 

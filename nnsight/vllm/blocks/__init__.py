@@ -1,1 +1,1 @@
-"""Blocks whose steps can run as programs: which they are, their recording, and the change from one to the other."""
+"""Blocks whose steps can run as programs: the proof that they can, their recording, and the change between Python and program."""

@@ -1,8 +1,8 @@
-"""Which loops over steps do nothing but read and edit values of the model, the same at each step.
+"""Plain loops: loops over steps that only read and edit values of the model, in the same way in each step.
 
-Only such a loop may go on as a program: its Python is then not run, so it may have no effect beyond the values of the model and the lists
-that it appends to. :mod:`nnsight.fx.replay.determinate` proves that from the syntax tree, and says what the body reads from outside; no
-code of the body is run. What is said here is what makes one step like another, and one request independent of the others.
+Only a plain loop may become a program. The program replaces its Python, so the loop must have no effects except on the values of the model
+and on lists that it appends to. :mod:`nnsight.fx.replay.determinate` proves this from the syntax tree, and finds what the body reads from
+outside. No code of the body is run. This module adds the conditions that all steps are alike, and that requests are independent.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from ...tracing import Block
 from ...tracing.body import SAVE_NAME
 from ...tracing.loops import UNCLEAR, is_fresh, step_loop
 
-#: Built-ins that look at variables by name.
+#: Built-ins that can read variables by name.
 _LOOKS_AROUND = frozenset({"breakpoint", "dir", "eval", "exec", "globals", "locals", "vars"})
 
-#: What no other block can change: it can only be bound to another name.
+#: Types whose objects other blocks cannot change. Another block can only bind their name to another object.
 _UNCHANGING = (Located, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 class NotPlainError(Exception):
-    """Says why a block has to run as Python."""
+    """Raised with the reason why a block has to run as Python."""
 
 
 class Loop(NamedTuple):
-    """A loop over steps that only reads and edits values.
+    """A plain loop.
 
     Attributes:
         body: Its statements.
-        stored: The names that it assigns, its number included.
-        used: What the body finds outside under a name.
-        guards: What it reads from outside, with the kinds of comparison that each needs; without the lists that it appends to.
-        lists: The names of these.
-        inner: Names that functions use which it calls.
+        stored: The names that it assigns, including the number of the step.
+        used: The values of the names that the body reads from outside.
+        guards: The paths that it reads from outside, with the kind of comparison that each needs. Excludes the lists that it appends to.
+        lists: The names of the lists that it appends to.
+        inner: Names in the code of the functions that it calls.
     """
 
     body: list[ast.stmt]
@@ -51,15 +51,15 @@ class Loop(NamedTuple):
     inner: set[str]
 
     def plan(self, parameters: Collection[str] = ()) -> GuardPlan:
-        """Return how to read the guards, without those that are ``parameters``."""
+        """Return a plan that reads the guards, except those of ``parameters``."""
         return GuardPlan(tuple(guard for guard in self.guards if guard[0].steps or guard[0].start not in parameters))
 
 
 def loop_of(block: Block, lookup: Callable[[str], Any]) -> Loop:
-    """Return the loop of ``block`` over steps; ``lookup`` returns what a name stands for, or raises ``KeyError``.
+    """Return the plain loop of ``block``. ``lookup`` returns the value of a name, or raises ``KeyError``.
 
     Raises:
-        NotPlainError: If the loop may do something else than read and edit values, or not the same at each step.
+        NotPlainError: If ``block`` has no single loop over steps, or if this loop may have other effects, or if its steps may differ.
     """
     found = [(statement, loop) for statement in block.body if (loop := step_loop([statement])) is not None]
     if len(found) != 1:
@@ -85,8 +85,7 @@ def loop_of(block: Block, lookup: Callable[[str], Any]) -> Loop:
 
 
 def _proved(block: Block, body: list[ast.stmt], stored: set[str], lookup: Callable[[str], Any]) -> Loop:
-    """Return the loop whose body is that of ``block``, after the proof."""
-
+    """Prove that the body of a loop is plain, and return the loop. ``block`` has the statements ``body`` only."""
     try:
         found = guards_of(block, None, None, lookup)
     except Undetermined as reason:
@@ -98,17 +97,17 @@ def _proved(block: Block, body: list[ast.stmt], stored: set[str], lookup: Callab
     inner: set[str] = set()
     for path, kind in guards:
         if kind == "function":
-            code = _reached(path, used).__code__
+            code = _value_at(path, used).__code__
             inner.update(code.co_names, code.co_freevars)
     if any(path.steps for path in filled) or "save" in inner:
-        raise NotPlainError("a function that it calls saves values, or a list that it fills is not one of its variables")
+        raise NotPlainError("a function that it calls saves values, or it fills a list that is not a variable of the block")
     read = GuardPlan(guards).read(lookup)
     if read is None or any(tensor.is_inference() for tensor in read.tensors):
-        raise NotPlainError("it uses a tensor of inference mode, whose edits cannot be noticed")
+        raise NotPlainError("it uses an inference-mode tensor, whose edits cannot be detected")
     return Loop(body, stored, used, guards, {str(path) for path in filled}, inner)
 
 
-def _reached(path: GuardPath, used: dict[str, Any]) -> Any:
+def _value_at(path: GuardPath, used: dict[str, Any]) -> Any:
     value = used[path.start] if isinstance(path.start, str) else path.start()
     for step in path.steps:
         value = step.of(value)
@@ -116,24 +115,25 @@ def _reached(path: GuardPath, used: dict[str, Any]) -> Any:
 
 
 def check_apart(loop: Loop, parameters: Collection[str], block: Block, others: Collection[Block]) -> None:
-    """Raise :class:`NotPlainError` if blocks of ``others``, the other requests of a trace, may see the variables of a loop, or change them.
+    """Raise :class:`NotPlainError` if other requests of the trace, with the blocks ``others``, may read or change variables of the loop.
 
-    They may have the same block: with variables of its own, but for those that none assigns. Edits of ``parameters`` in place are noticed.
+    Other requests may have the same block: they have their own variables, and share only variables that no block assigns. In-place edits
+    of ``parameters`` are harmless, because they are detected.
     """
     different = {other for other in others if other is not block}
     for name in loop.stored:
-        if any(_sees(other, name) for other in different):
+        if any(_can_see(other, name) for other in different):
             raise NotPlainError(f"other requests of the trace use `{name}`, too")
     for name in loop.inner:
         if any(name in other.stored for other in different):
             raise NotPlainError(f"other requests of the trace use `{name}`, too")
     for name, value in loop.used.items():
         mutable = not (isinstance(value, _UNCHANGING) or is_constant(value)) and name not in parameters
-        shared = any(_sees(other, name) if mutable else name in other.stored for other in different)
+        shared = any(_can_see(other, name) if mutable else name in other.stored for other in different)
         if shared or (name in loop.lists - block.stored and block in others):
             raise NotPlainError(f"other requests of the trace use `{name}`, too")
 
 
-def _sees(block: Block, name: str) -> bool:
-    """Whether a block may use what another one has bound to ``name``."""
+def _can_see(block: Block, name: str) -> bool:
+    """Whether ``block`` may read the value that another block has bound to ``name``."""
     return name in (*block.shared, *block.looked_up) and not (name in block.stored and is_fresh(block.body, {name}, set()))

@@ -1,9 +1,9 @@
-"""The body of a loop over steps, recorded once on fakes of one step, and its parts for the rows of many requests.
+"""Recording of one step of a loop on fake tensors, to run the step for the rows of many requests.
 
-In a step behind the prompt each request has one row, so a body sees values ``[1, channels]``, with whatever it does to positions. It is
-recorded (:mod:`~nnsight.program.record.recorder`) on fakes of these, and its nodes at each location are traced under ``torch.vmap``:
-requests are the batch of vmap, so none sees another one's row. Tensors with at most one dimension, and floats, that the body finds under
-a name are parameters, with a row for each request. Everything else from outside is part of the program.
+After the prompt, each request has one row per step, so the body of a loop sees values ``[1, channels]``, and may use positions freely.
+The body is recorded (:mod:`~nnsight.program.record.recorder`) on fake tensors of this shape. The nodes at each location are traced under
+``torch.vmap``, with the requests as batch, so no request sees the row of another one. Named floats, and named tensors with at most one
+dimension, that the body reads from outside are parameters, with a row for each request. All other values from outside are constants.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ from ..steering.graph_parts import GraphPart
 from ..steering.graph_programs import ROWS, PartsOf
 from .plain import Loop, NotPlainError
 
-#: Kinds of nodes that a step can have.
+#: Kinds of nodes that a recorded step can have.
 _KINDS = frozenset({"read", "write", "const", "op", "size"})
 
 
 @dataclass(frozen=True, eq=False)
 class StepProgram:
-    """What the body of a loop does in a step.
+    """The program of one step of a loop.
 
     Attributes:
-        loop: The loop, without the values that its body found outside.
-        parts: By location, in order. A part takes and returns the tensors of the value there, then as :class:`GraphPart`.
-        replaced: By location, the tensors of the value that are replaced, and not edited in place.
-        edited: By location, those that are edited in place.
-        parameters: Names of the variables whose values are rows of tables.
-        added: What the body appends to lists, by name; values of parts have the place of tensors, see :class:`Made`.
+        loop: The loop, without the values that its body read from outside.
+        parts: The parts by location, in order. A part takes and returns all tensors of the value; otherwise it is as in :class:`GraphPart`.
+        replaced: By location, the indices of the tensors in the value that are replaced by new tensors.
+        edited: By location, the indices of the tensors in the value that are edited in place.
+        parameters: Names of the variables that differ between requests.
+        added: The items that the body appends to lists, by name of the list. A :class:`PartValue` stands for each tensor.
     """
 
     loop: Loop
@@ -66,28 +66,28 @@ class StepProgram:
 
     @functools.cached_property
     def others(self) -> GuardPlan:
-        """How to read what the body reads from outside besides parameters."""
+        """The plan to read the values from outside that are no parameters."""
         return self.loop.plan(self.parameters)
 
     @property
     def last(self) -> str:
-        """The location at which a step is done."""
+        """The last location of a step."""
         return list(self.parts)[-1]
 
 
-class Made:
-    """The place of a tensor that a part gives, by the ``name`` of the value; the block gets it as a tensor of a kind like ``like``."""
+class PartValue:
+    """Stands for a tensor that a part gives under ``name``. The block gets it as a tensor of the same class as in its Python."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self._like: tuple[Any, dict[str, Any]] = torch.Tensor, {}
 
     def take_kind(self, like: torch.Tensor) -> None:
-        """Make tensors of the class of ``like``, with its attributes."""
+        """From now on, give the tensors the class and the attributes of ``like``."""
         self._like = type(like), dict(vars(like))
 
     def dressed(self, value: torch.Tensor) -> torch.Tensor:
-        """Return ``value`` as the block gets it."""
+        """Return ``value`` with this class and these attributes."""
         kind, attributes = self._like
         if kind is not torch.Tensor:
             value = value.as_subclass(kind)
@@ -95,14 +95,14 @@ class Made:
         return value
 
 
-class _Outside:
-    """The tensors that a body finds outside, which it may not edit: its recording would edit them, and its program would not."""
+class _OuterTensors:
+    """The tensors that a body reads from outside. It may not edit them: the recording would edit them, but the program would not."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._memory = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def check(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Refuse a call on tensors that are here, if it edits one; it is made on fakes to find that out."""
+        """Refuse a call that edits one of the tensors in place. The call is made on fake tensors to detect this."""
         name = getattr(function, "__name__", "a call")
         given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         with _disable_current_modes(), torch.no_grad(), quiet_fakes, FakeTensorMode() as mode:
@@ -118,10 +118,10 @@ class _Outside:
                 raise refused(f"`{name}` edits a tensor from outside in place.")
 
 
-class _Inputs(NamedInputs):
-    """The named values of a body, which calls on them leave as they are."""
+class _BodyInputs(NamedInputs):
+    """The named values of a body. Calls that edit values from outside are refused."""
 
-    def __init__(self, outside: _Outside, *given: Any) -> None:
+    def __init__(self, outside: _OuterTensors, *given: Any) -> None:
         super().__init__(*given)
         self._outside = outside
 
@@ -130,10 +130,10 @@ class _Inputs(NamedInputs):
         return super().call(function, args, kwargs, record)
 
 
-class _Own(OwnTensors):
-    """The tensors of a body; calls leave those from outside as they are."""
+class _BodyTensors(OwnTensors):
+    """The tensors of a body. Calls that edit tensors from outside are refused."""
 
-    def __init__(self, outside: _Outside, recorder: Any) -> None:
+    def __init__(self, outside: _OuterTensors, recorder: Any) -> None:
         super().__init__(recorder)
         self._outside = outside
 
@@ -143,21 +143,17 @@ class _Own(OwnTensors):
 
 
 def recorded(block: Block, loop: Loop, names: dict[str, Any], values: Mapping[str, Any], tree: Any) -> StepProgram:
-    """Record the body of the ``loop`` of ``block``, and trace its parts.
+    """Record the body of ``loop``, the loop of ``block``, and trace its parts.
 
-    Args:
-        block: The block.
-        loop: Its loop.
-        names: The globals of the block.
-        values: The value at each location of a step, with one row, in the order in which the block got there.
-        tree: The modules of the model.
+    ``names`` are the globals of the block. ``values`` has the value at each location of a step, with one row, in the order in which the
+    block asked for them. ``tree`` has the modules of the model.
 
     Raises:
-        NotPlainError: If it cannot be a program.
+        NotPlainError: If the body cannot be a program.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python says them
+            warnings.simplefilter("ignore")  # the Python of the block gives the same warnings
             job, added, fixed = _record(block.only(loop.body), loop, names, values, tree)
             _check(job)
             return _traced(job, added, fixed, loop, values)
@@ -165,24 +161,24 @@ def recorded(block: Block, loop: Loop, names: dict[str, Any], values: Mapping[st
         raise
     except NotExpressibleError as error:
         raise NotPlainError(str(error)) from error
-    except Exception as error:  # whatever it is, the block can go on as Python
+    except Exception as error:  # the block can always go on as Python
         raise NotPlainError(f"it cannot be recorded: {type(error).__name__}: {error}") from error
 
 
 def _record(
     block: Block, loop: Loop, names: dict[str, Any], values: Mapping[str, Any], tree: Any
 ) -> tuple[Job, dict[str, list[Any]], set[str]]:
-    """Return the job of a body, what it appends to lists, by name, and the names that are no inputs."""
+    """Return the job of a body, the items that it appends to lists, by name of the list, and the names that are no inputs."""
     used = loop.used
     recorder: Any = Recorder(for_other_inputs=True)
     leaves = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
     recorder.model = types.SimpleNamespace(weights={}, by_path={}, device=leaves[0].device, storages=set)
-    exact = all(leaf.dtype == torch.float32 for leaf in leaves if leaf.is_floating_point())  # elsewhere a float would be rounded first
+    exact = all(leaf.dtype == torch.float32 for leaf in leaves if leaf.is_floating_point())  # else floats would be rounded
     variables = {name: list(value) if type(value) is list else value for name, value in used.items()}
     read = loop.plan().read(used.__getitem__)
-    outside = _Outside([] if read is None else read.tensors)
-    recorder._common = _Inputs(outside, block, {key: value for key, value in variables.items() if exact or type(value) is not float})
-    recorder.own = _Own(outside, recorder)
+    outside = _OuterTensors([] if read is None else read.tensors)
+    recorder._common = _BodyInputs(outside, block, {key: value for key, value in variables.items() if exact or type(value) is not float})
+    recorder.own = _BodyTensors(outside, recorder)
     scope = Scope({name: types.CellType() for name in block.shared})
     for name, value in variables.items():
         if name in scope.cells:
@@ -214,19 +210,19 @@ def _record(
             fixed = set(recorder.fixed)
             places = {id(fake): (fake, f"v{numbers[node]}", output) for fake, (node, output) in recorder._refs.items() if node in numbers}
         finally:
-            vars(recorder).clear()  # its parts refer to it
+            vars(recorder).clear()  # breaks reference cycles
 
     def place(leaf: Any) -> Any:
         if not isinstance(leaf, FakeTensor):
             return leaf
         _, name, output = places[id(leaf)]
-        return Made(f"{name}.{output}")
+        return PartValue(f"{name}.{output}")
 
     return job, {name: [pytree.tree_map(place, item) for item in made] for name, made in added.items() if made}, fixed
 
 
 def _check(job: Job) -> None:
-    """Raise unless a job has only what a step can do."""
+    """Raise ``NotPlainError`` if a job has nodes that a step of many requests cannot run."""
     roots, place, site = _roots(job), list[str](), ""
     for number, node in enumerate(job.nodes):
         line = f"line {node.get('line', '?')}"
@@ -235,11 +231,11 @@ def _check(job: Job) -> None:
         site = node.get("site", site)
         place.append(site)
         if node["do"] == "op" and is_in_place(node["name"]) and place[roots[number]] != site:
-            raise NotPlainError(f"{line} edits a value in place that was made at another location")
+            raise NotPlainError(f"{line} edits a value of another location in place")
 
 
 def _roots(job: Job) -> list[int]:
-    """Return, for each node, the one whose memory its value is in."""
+    """Return, for each node, the number of the node that allocated the memory of its value."""
     roots: list[int] = []
     for number, node in enumerate(job.nodes):
         of = node["do"] == "op" and (is_view(node["name"]) or is_in_place(node["name"]))
@@ -257,7 +253,7 @@ def _traced(job: Job, added: dict[str, list[Any]], fixed: set[str], loop: Loop, 
     samples = [[leaf for leaf in pytree.tree_leaves(values[segment.site]) if isinstance(leaf, torch.Tensor)] for segment in found]
     if any(leaf.shape[:1] != (1,) for leaves in samples for leaf in leaves):
         raise NotPlainError("a value has other rows than those of the request")
-    kept = {place.name for place in pytree.tree_leaves(list(added.values())) if isinstance(place, Made)}
+    kept = {place.name for place in pytree.tree_leaves(list(added.values())) if isinstance(place, PartValue)}
     roots = _roots(job)
     if len({roots[int(name[1:].partition(".")[0])] for name in kept}) < len(kept):
         raise NotPlainError("it appends values that share memory")
@@ -273,7 +269,7 @@ def _traced(job: Job, added: dict[str, list[Any]], fixed: set[str], loop: Loop, 
 
 
 class _Parts(PartsOf):
-    """The parts of a body; ``kept`` are names of the values that they give, for lists."""
+    """The parts of a body. ``kept`` names the values that they give because the body appends them to lists."""
 
     def __init__(
         self, job: Job, found: list[Segment], names: list[str], values: Mapping[str, Any], samples: list[list[torch.Tensor]], kept: set[str]
@@ -294,10 +290,10 @@ class _Parts(PartsOf):
 
 
 def compare(program: StepProgram, used: Mapping[str, Any], watched: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raise :class:`.plain.NotPlainError` unless a program does what the Python of the block has done in a step.
+    """Raise :class:`.plain.NotPlainError` unless a program does the same as the Python of the block has done in a step.
 
-    ``watched`` has the values before and behind the block, by location. ``used`` is what the block finds outside; its lists end with
-    what it has appended.
+    ``watched`` has the values before and after the block, by location. ``used`` has the values that the block reads from outside. Its lists
+    end with the items that the block has appended.
     """
     state: dict[str, torch.Tensor] = {}
     for location, part in program.parts.items():
@@ -310,7 +306,7 @@ def compare(program: StepProgram, used: Mapping[str, Any], watched: Mapping[str,
     for name, added in program.added.items():
         mine, structure = pytree.tree_flatten(list(added))
         theirs, other = pytree.tree_flatten(used[name][-len(added) :])
-        pairs = [(one, real) for one, real in zip(mine, theirs, strict=False) if isinstance(one, Made)]
+        pairs = [(one, real) for one, real in zip(mine, theirs, strict=False) if isinstance(one, PartValue)]
         if other != structure or not all(_close(state[one.name][0], real) for one, real in pairs):
             raise NotPlainError(f"its program appends something else to `{name}`")
         for one, real in pairs:
@@ -318,7 +314,7 @@ def compare(program: StepProgram, used: Mapping[str, Any], watched: Mapping[str,
 
 
 def _close(mine: torch.Tensor, theirs: Any) -> bool:
-    """Whether two tensors differ by rounding at most."""
+    """Whether two tensors are equal up to rounding."""
     if not isinstance(theirs, torch.Tensor) or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
         return False
     exact = mine.dtype in (torch.float32, torch.float64) or not mine.is_floating_point()

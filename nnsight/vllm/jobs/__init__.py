@@ -1,1 +1,1 @@
-"""Programs of remote clients, as requests of an engine."""
+"""Programs of remote clients, run as requests of a vLLM engine."""

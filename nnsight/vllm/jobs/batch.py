@@ -1,4 +1,4 @@
-"""The input of a program's run, as prompts and sampling parameters of an engine."""
+"""Conversion of the input of a program's run to prompts and sampling parameters of an engine."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from ...program.run.fake_runs import generation_size
 from ...program.run.validation import inputs_of
 from ..prompts import refusals
 
-#: Inputs of a model that say the same as the prompts.
+#: Inputs of the model that the prompts replace.
 _INPUTS = ("input_ids", "inputs", "attention_mask", "position_ids")
 
-#: Options that an engine has in another form, or that say what it does anyway.
+#: Options that are converted to sampling parameters, or that ask for the engine's usual behaviour.
 _OTHERS = {"use_cache", "return_dict", "pad_token_id", "bos_token_id", "max_new_tokens", "max_length", "min_new_tokens", "min_length"}
 
-#: Options of a generation that draws, which vLLM has, too.
+#: Options for sampling that vLLM has under the same names.
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p")
 
-#: Options of a generation that an engine has not, each with the values that change nothing.
+#: Options that an engine does not have, each with its neutral values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "num_return_sequences": (None, 1),
@@ -45,11 +45,11 @@ class Batch:
 
     Attributes:
         ids: Token ids, [batch, positions], int64.
-        prompts: Those of each row, without padding.
-        starts: Where each of them begins in its padded row.
-        new: Most tokens that are made.
-        pad: The token that fills rows up.
-        sampling: vLLM's sampling parameters of a row.
+        prompts: The token ids of each row, without padding.
+        starts: The position in its padded row at which each prompt begins.
+        new: Most tokens that are generated.
+        pad: The token id for padding.
+        sampling: vLLM's sampling parameters for each row.
     """
 
     ids: torch.Tensor
@@ -61,7 +61,7 @@ class Batch:
 
     @classmethod
     def of(cls, job: Job, number: int, module: Any) -> Batch:
-        """Return the batch of a run of a job for ``module``, the model of transformers.
+        """Return the batch of run ``number`` of a job. ``module`` is the model of transformers.
 
         Raises:
             InvalidProgramError: If an engine cannot run it.
@@ -70,7 +70,7 @@ class Batch:
         args, kwargs = inputs_of(run, job.tensors, None)
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
         if len(args) > 1 or not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.is_floating_point() or not ids.numel():
-            raise InvalidProgramError("A vLLM engine takes token ids, [batch, positions], and this program has another input.")
+            raise InvalidProgramError("A vLLM engine takes token ids, [batch, positions], but this program has another input.")
         options = {name: value for name, value in kwargs.items() if name not in _INPUTS}
         starts, lengths = _spans(ids, kwargs.get("attention_mask"))
         _check_positions(kwargs.get("position_ids"), starts, lengths)
@@ -78,7 +78,7 @@ class Batch:
         known = range(module.get_input_embeddings().num_embeddings)
         unknown = [token for prompt in prompts for token in (min(prompt), max(prompt)) if token not in known]
         if unknown:
-            raise InvalidProgramError(f"A vLLM engine has no token {unknown[0]}: those of this model are below {len(known)}.")
+            raise InvalidProgramError(f"A vLLM engine has no token {unknown[0]}: the token ids of this model are below {len(known)}.")
         allowed = {*_OTHERS, *_NEUTRAL, *_SAMPLED, "repetition_penalty", "do_sample", "eos_token_id"}
         for name, value in options.items():
             if name not in allowed or value not in _NEUTRAL.get(name, (value,)):
@@ -86,7 +86,7 @@ class Batch:
         if run["call"] == "trace":
             return cls(ids, prompts, starts, 1, 0, _sampling(max_tokens=1, temperature=0.0))
         if any(start + length != ids.shape[1] for start, length in zip(starts, lengths, strict=True)):
-            raise InvalidProgramError("A vLLM engine generates from prompts that are padded on the left; these are padded on the right.")
+            raise InvalidProgramError("A vLLM engine generates from prompts with padding on the left, but these have padding on the right.")
         new = generation_size(module, args, kwargs)[0]
         config = _configured(module, options)
         ends = config.eos_token_id
@@ -105,32 +105,32 @@ class Batch:
 
     @property
     def length(self) -> int:
-        """Positions of a padded row."""
+        """The number of positions of a padded row."""
         return self.ids.shape[1]
 
     @property
     def most_tokens(self) -> list[int]:
-        """The most tokens that each row can have."""
+        """For each row, the largest number of tokens that it can reach."""
         return [len(prompt) + self.new for prompt in self.prompts]
 
 
 def _spans(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[list[int], list[int]]:
-    """Return the first position and the number of the tokens of each row."""
+    """Return, for all rows, the first positions of their tokens, and the numbers of their tokens."""
     if mask is None:
         return [0] * len(ids), [ids.shape[1]] * len(ids)
     if mask.shape != ids.shape:
-        raise InvalidProgramError("A vLLM engine takes an attention mask of the shape of the ids.")
+        raise InvalidProgramError("A vLLM engine takes an attention mask with the shape of the ids.")
     there = mask.bool()
     lengths, starts = there.sum(1), there.int().argmax(1)
     positions = torch.arange(ids.shape[1])[None]
     whole = (positions >= starts[:, None]) & (positions < (starts + lengths)[:, None])
     if not bool((there == whole).all()) or not bool(lengths.all()):
-        raise InvalidProgramError("A vLLM engine takes prompts whose tokens follow one another, and this attention mask has gaps.")
+        raise InvalidProgramError("A vLLM engine takes prompts with consecutive tokens, but this attention mask has gaps.")
     return starts.tolist(), lengths.tolist()
 
 
 def _check_positions(given: torch.Tensor | None, starts: list[int], lengths: list[int]) -> None:
-    """Raise unless position ids count from the first token of each row."""
+    """Raise ``InvalidProgramError`` unless position ids count from the first token of each row."""
     if given is None:
         return
     for row, start, length in zip(given.expand(len(starts), -1), starts, lengths, strict=True):
@@ -139,13 +139,13 @@ def _check_positions(given: torch.Tensor | None, starts: list[int], lengths: lis
 
 
 def _configured(module: Any, options: dict[str, Any]) -> Any:
-    """Return the settings of a generation: those of the checkpoint, with ``options``."""
+    """Return the generation config of the checkpoint, updated with ``options``."""
     config = copy.deepcopy(module.generation_config)
     config.update(**options)
     for name, neutral in _NEUTRAL.items():
         value = getattr(config, name, None)
         if value not in neutral:
-            raise InvalidProgramError(f"A vLLM engine has no `{name}={str(value)[:40]}`, which the settings of the model ask for.")
+            raise InvalidProgramError(f"A vLLM engine has no `{name}={str(value)[:40]}`, which the model's generation config asks for.")
     return config
 
 

@@ -1,8 +1,8 @@
 """A vLLM engine that runs the programs of remote clients.
 
 It is an :class:`~nnsight.program.run.engine.Engine` for the server of this package. Programs of all clients run in one continuous
-batch: each row of a program's input is a request. What the engine cannot do is refused by name, with the line of the block, before the
-program runs; or it goes to another engine, see :class:`Either`.
+batch: each row of a program's input is a request. If the engine cannot run a program, it refuses it before the run, with the reason and
+the line of the block. With :class:`FallbackEngine`, such a program goes to another engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...program.run.draws import generator_of
 from ...program.run.engine import Engine, EngineLostError, Log, Outcome, TimeLimitError, in_this_loop
 from ...program.run.execution import results_of
 from ...program.run.validation import validate
-from ..asynchronous import Turns
+from ..asynchronous import EngineThread
 from ..engine import VLLMEngine
 from .batch import Batch
 from .places import Places
@@ -34,10 +34,10 @@ from .run import EngineInterpreter, JobRun
 class JobEngine:
     """Runs programs in the engine of ``model``, a :class:`~nnsight.vllm.model.VLLM`.
 
-    ``structure`` is the same model of transformers, without weights, for which programs are recorded; ``limits`` are those of one job.
+    ``structure`` is the same model in transformers, without weights; programs are recorded on it. ``limits`` are the limits of one job.
 
     Raises:
-        ValueError: If the engine copies values out of its graph instead of stopping there (``captures=``).
+        ValueError: If the engine has ``captures=``: a program may edit the values that it reads.
     """
 
     width = 256
@@ -50,14 +50,14 @@ class JobEngine:
             raise ValueError("An engine with `captures=` cannot run programs of remote clients: they may edit what they read. Use `taps=`.")
         modules = {path: module for module, path in model._tree.paths.items()}
         self._places = Places(structure, modules, engine.limits.locations)
-        self._model = model  # its engine lives as long
-        self._room, self._turns, self._engine = Room(engine.llm.llm_engine), Turns(engine), engine
+        self._model = model  # keeps its engine alive
+        self._room, self._engine_thread, self._engine = Room(engine.llm.llm_engine), EngineThread(engine), engine
         self._checks = concurrent.futures.ThreadPoolExecutor(1, "nnsight-vllm-check")
         self._running: dict[int, _EngineJob] = {}
         self.healthy = True
 
     def refusal(self, payload: bytes) -> str:
-        """Return why this engine cannot run a program; an empty text if it can.
+        """Return why this engine cannot run a program, or an empty text if it can.
 
         Raises:
             InvalidProgramError: If the payload is malformed.
@@ -70,7 +70,7 @@ class JobEngine:
         return ""
 
     def _batches(self, job: Job) -> list[Batch]:
-        """Return the batches of a job; raise if the engine cannot run it."""
+        """Return the batches of a job. Raise ``InvalidProgramError`` if the engine cannot run it."""
         self._places.check(job)
         batches = [Batch.of(job, number, self._structure._module) for number in range(len(job.runs))]
         for batch in batches:
@@ -78,7 +78,7 @@ class JobEngine:
         return batches
 
     def kind_of(self, payload: bytes) -> Hashable | None:
-        """Return ``None``: programs share steps, each as a job of its own."""
+        """Return ``None``: the server need not group programs, because all of them share the steps of the engine."""
         return None
 
     async def execute(self, payloads: Sequence[bytes], seconds: float, logs: Sequence[Log]) -> list[Outcome]:
@@ -88,7 +88,7 @@ class JobEngine:
         running = self._running[id(payloads)] = _EngineJob(self, in_this_loop(log), time.monotonic() + seconds)
         try:
             running.job, running.batches = await asyncio.get_running_loop().run_in_executor(self._checks, self._checked, payload)
-            self._turns.add(running)
+            self._engine_thread.add(running)
             return await asyncio.wrap_future(running.outcome)
         except InvalidProgramError as error:
             return error
@@ -126,7 +126,7 @@ class JobEngine:
 
 
 class _EngineJob:
-    """A job on the thread of the engine; ``end`` is when its time is over. ``job`` and ``batches`` are there once it has been checked."""
+    """A job on the thread of the engine. ``end`` is its deadline. ``job`` and ``batches`` are set after the check of the program."""
 
     job: Job
     batches: list[Batch]
@@ -148,7 +148,7 @@ class _EngineJob:
 
     @contextlib.contextmanager
     def _faults(self) -> Iterator[None]:
-        """End the job, and nothing else, with an error that is raised here."""
+        """If this context raises an error, end the job with it. Other jobs go on."""
         try:
             yield
         except Exception as error:
@@ -162,7 +162,7 @@ class _EngineJob:
         self._enter(self._run)
 
     def _enter(self, run: JobRun) -> None:
-        """Send the rows to the engine, if there is room."""
+        """Send the requests of the rows to the engine, if there is room."""
         self._inside = run.error is None and self._owner._room.ask(run)
         if self._inside:
             self._requests = run.requests()
@@ -171,22 +171,22 @@ class _EngineJob:
 
     def _check_time(self) -> None:
         if self.cancelled or time.monotonic() > self._end:
-            raise TimeLimitError("The job was ended, or ran out of time.")
+            raise TimeLimitError("The job was cancelled, or ran out of time.")
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         with self._faults():
             self._go_on()
         return self.outcome.done()
 
     def _go_on(self) -> None:
-        """Go on if the run has ended, or there is room for it."""
+        """Start the next run if the present one has ended, or send it to the engine once there is room."""
         run = self._run
         if run is None or self.outcome.done():
             return
         self._check_time()
         if run.failed is not None:
             raise run.failed
-        if not run.over and run.error is None:
+        if not run.finished and run.error is None:
             if not self._inside:
                 self._enter(run)
             return
@@ -198,11 +198,11 @@ class _EngineJob:
             self.outcome.set_result(results_of(self._interpreter))
 
     def _leave(self) -> None:
-        """Take out of the engine what is left of the run."""
+        """Remove the run from the engine, and give up its room."""
         engine = self._owner._engine
         for request in self._requests:
             if request.name in engine.pending:
-                engine.take_out(request)
+                engine.abort(request)
         self._requests = []
         if self._run is not None:
             self._run.cancel()
@@ -212,20 +212,20 @@ class _EngineJob:
         self._end_with(EngineLostError(f"The engine failed: {type(error).__name__}: {error}"))
 
     def _end_with(self, error: Exception) -> None:
-        """End the job with an error of the program, or a fault of the server."""
+        """End the job with ``error``, an error of the program or of the server."""
         self._leave()
         if not self.outcome.done():
             self.outcome.set_exception(ExecutionFailedError(str(error)) if isinstance(error, InvalidProgramError) else error)
 
 
-class Either:
-    """Two engines of one model: programs that ``first`` refuses run on ``second``."""
+class FallbackEngine:
+    """Two engines of one model. Programs that ``first`` refuses run on ``second``."""
 
     def __init__(self, first: JobEngine, second: Engine) -> None:
         self._first, self._second = first, second
         self.width = first.width + second.width
         self._free = asyncio.Semaphore(second.width)
-        self._waiting: dict[int, bool] = {}  # of payloads that wait for the second engine: whether they were ended meanwhile
+        self._waiting: dict[int, bool] = {}  # for payloads that wait for the second engine: whether they were cancelled
 
     def _engine_of(self, payload: bytes) -> Engine:
         try:
@@ -246,13 +246,13 @@ class Either:
             ended = self._waiting.pop(id(payloads))
         try:
             if ended:
-                raise TimeLimitError("The job was ended.")
+                raise TimeLimitError("The job was cancelled.")
             return await self._second.execute(payloads, seconds, logs)
         finally:
             self._free.release()
 
     def interrupt(self, payloads: Sequence[bytes]) -> None:
-        if id(payloads) in self._waiting:  # the second engine would end the job that it runs
+        if id(payloads) in self._waiting:  # the second engine would interrupt another job
             self._waiting[id(payloads)] = True
         else:
             self._engine_of(payloads[0]).interrupt(payloads)

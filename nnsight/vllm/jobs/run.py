@@ -1,8 +1,8 @@
 """One run of a program on an engine.
 
-A program is written against a batch, and each row of the batch is a request of the engine. All of them are in every step together, which
-:mod:`.room` sees to. At a location the rows are put together as transformers has them, ``[batch, positions, ...]``, the blocks
-of the program go on, and their changes are written to the rows of the engine. Padding, and rows that have ended, are zeros.
+A program is written against a batch, and each row of the batch is a request of the engine. All requests of a run are in the same steps;
+:mod:`.room` ensures that. At a location, the rows are joined to a value as in transformers, ``[batch, positions, ...]``. Then the blocks of
+the program go on, and their changes are written to the rows of the engine. Padding, and rows that have ended, are zeros.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ..worker.calls import called
 from ..worker.request_rows import RequestRows, ordinary
 from ..worker.requests import LOGITS, SAMPLES, RequestLimits, RequestRun
 from .batch import Batch
-from .places import IDS, RESULT, TOKENS, Main, Places, main_of
+from .places import IDS, RESULT, TOKENS, MainTensors, Places, tensors_of
 
-Here = Sequence[tuple["JobRow", RequestRows]]
+Here = Sequence[tuple["JobRow", RequestRows]]  # the rows of a run in a step, each with its rows of the value
 
 
 class EngineInterpreter(Interpreter):
-    """The blocks of a job on an engine. A value at a location is the one tensor that the engine has of it."""
+    """Interprets the blocks of a job on an engine. The value at a location is a single tensor, in place of the value of transformers."""
 
     run: JobRun
 
@@ -54,17 +54,17 @@ class EngineInterpreter(Interpreter):
 
 
 class JobRow(RequestRun):
-    """The request of one row: it hands its part of each value to the run of all rows."""
+    """The request of one row. It passes its rows of each value to the run of all rows."""
 
     def __init__(self, job: JobRun, number: int, limits: RequestLimits) -> None:
         super().__init__([], None, None, f"row {number}", limits)
         self.job, self.number = job, number
         self.waited: Any = job.wanted
-        self.tokens: list[int] | None = None  # when it has ended
+        self.tokens: list[int] | None = None  # set when the row has ended
 
     @property
     def touches_model(self) -> bool:
-        """True: it sees all of its own tokens, so it shares no cached prefix."""
+        """True: the blocks need the values of all tokens, so the request shares no cached prefix."""
         return True
 
     def wants(self, location: str) -> bool:
@@ -77,7 +77,7 @@ class JobRow(RequestRun):
         return self.job.arrive(self, location, value, rows) if location in self.job.wanted else value
 
     def conclude(self, result: Any) -> None:
-        """Note the tokens of the row, which has ended."""
+        """End the row: store its tokens, and tell the run."""
         self.tokens = list(result.outputs[0].token_ids)
         self.job.ended(self)
 
@@ -90,30 +90,30 @@ class JobRun(RequestRun):
 
     def __init__(self, interpreter: EngineInterpreter, number: int, batch: Batch, limits: RequestLimits) -> None:
         super().__init__(interpreter.mediators(number), None, interpreter.model._tree, f"run {number}", limits)
-        self.check_location, self.check_replacement = None, None  # what a program asks for has been checked
+        self.check_location, self.check_replacement = None, None  # the program has been checked before
         self._interpreter, self.places, self.batch = interpreter, interpreter.places, batch
         self._call = interpreter.job.runs[number]["call"]
         interpreter.run = self
         sites = {node["site"] for node in interpreter.job.nodes if node["run"] == number and "site" in node}
         self._all_logits = self._call == "trace" and bool(sites & {self.places.head, self.places.root, RESULT})
-        self.wanted: set[str] = set()  # locations of the engine
+        self.wanted: set[str] = set()  # locations of the engine at which it has to stop
         self.rows = [JobRow(self, number, limits) for number in range(len(batch.prompts))]
         self._live = list(self.rows)
         self._at: tuple[str, int] | None = None
         self._here: list[tuple[JobRow, RequestRows]] = []
-        self._hidden: torch.Tensor | None = None  # what the head is applied to
+        self._hidden: torch.Tensor | None = None  # the input of the head
         self._result: Any = None
-        self.over = False
+        self.finished = False
 
     def requests(self) -> list[Request]:
-        """Return the requests of the rows."""
+        """Return a request for each row."""
         return [
             Request({"prompt_token_ids": list(prompt)}, self.batch.sampling.clone(), row)
             for prompt, row in zip(self.batch.prompts, self.rows, strict=True)
         ]
 
     def start(self) -> None:
-        """Start the blocks."""
+        """Start the blocks. For ``generate``, offer the prompts as first streamed tokens."""
         with ordinary():
             self.begin()
             if self.error is None and self._call == "generate":
@@ -121,7 +121,7 @@ class JobRun(RequestRun):
         self._find()
 
     def _find(self) -> None:
-        """Find the locations of the engine where blocks wait."""
+        """Update :attr:`wanted` from the locations at which blocks wait."""
         waited = [mediator.waiting[0] for mediator in self.mediators if mediator.waiting is not None]
         found = {self.places.location(site, self._call) for site in waited} - {None}
         if self._all_logits and self._result is None:
@@ -132,7 +132,7 @@ class JobRun(RequestRun):
     # -- values --------------------------------------------------------------------------------------------------------
 
     def arrive(self, row: JobRow, location: str, value: Any, rows: RequestRows) -> Any:
-        """Take the rows of one request; when all have come, let the blocks go on, and return the value with their changes."""
+        """Collect the rows of one request. Once all rows are there, run the blocks, and return the value with their changes."""
         if self.error is not None:
             return value
         here = location, row.steps
@@ -158,7 +158,7 @@ class JobRun(RequestRun):
                 tokens[row.number] = rows.of(value).reshape(-1)[-1]
             self._offer(TOKENS, step + 1, tokens)
             return value
-        main = main_of(location, value, self.places.module(location.rpartition(".")[0]))
+        main = tensors_of(location, value, self.places.module(location.rpartition(".")[0]))
         sites = self.places.sites(location)
         whole = self._together(main, here, self.places.trailing(sites[0]), step)
         for site in sites:
@@ -167,8 +167,8 @@ class JobRun(RequestRun):
             self._hidden = whole
         return value
 
-    def _changed(self, site: str, step: int, whole: torch.Tensor, main: Main, here: Here) -> torch.Tensor:
-        """Offer a value, write changes to the engine's, and return the value as the blocks have left it."""
+    def _changed(self, site: str, step: int, whole: torch.Tensor, main: MainTensors, here: Here) -> torch.Tensor:
+        """Offer ``whole`` at ``site``, write changes to the engine's tensors, and return the value as the blocks have left it."""
         version = whole._version
         left: torch.Tensor = self._offer(site, step, whole)
         if left is not whole or left._version > version:
@@ -180,12 +180,12 @@ class JobRun(RequestRun):
         return self.handle(site, value)
 
     def _span(self, row: JobRow, size: int, step: int) -> slice:
-        """Return the positions of the tokens of a row in a padded row."""
+        """Return the positions in the padded row of the ``size`` tokens that ``row`` has in a step."""
         start = self.batch.starts[row.number] if step == 0 else 0
         return slice(start, start + size)
 
-    def _together(self, main: Main, here: Here, trailing: torch.Size, step: int) -> torch.Tensor:
-        """Return the rows as transformers has them, as a copy."""
+    def _together(self, main: MainTensors, here: Here, trailing: torch.Size, step: int) -> torch.Tensor:
+        """Join the rows to a new tensor ``[batch, positions, *trailing]``, as in transformers."""
         parts = [rows.of(main.first) for _, rows in here]
         if main.residual is not None:
             parts = [part + rows.of(main.residual) for part, (_, rows) in zip(parts, here, strict=True)]
@@ -197,8 +197,8 @@ class JobRun(RequestRun):
             whole[row.number, self._span(row, rows.size, step)] = part.reshape(rows.size, *trailing)
         return whole
 
-    def _write(self, left: torch.Tensor, main: Main, here: Here, step: int) -> None:
-        """Write changes to the rows of the engine."""
+    def _write(self, left: torch.Tensor, main: MainTensors, here: Here, step: int) -> None:
+        """Write the changed value ``left`` to the rows of the engine."""
         with torch.inference_mode(main.first.is_inference()):
             for row, rows in here:
                 part = rows.of(main.first)
@@ -210,7 +210,7 @@ class JobRun(RequestRun):
 
     def _serve_logits(self, step: int, value: torch.Tensor, here: Here) -> torch.Tensor:
         places, head, root = self.places, self.places.head, self.places.root
-        if not self._all_logits:  # those of the last position, which are sampled from
+        if not self._all_logits:  # only the logits of the last position, from which tokens are sampled
             logits = value.new_zeros(len(self.rows), 1, value.shape[-1])
             for row, rows in here:
                 logits[row.number, 0] = rows.of(value)[0]
@@ -225,16 +225,16 @@ class JobRun(RequestRun):
         hidden, self._hidden = self._hidden, None
         made = called(self, places.head_path, places.module(places.head_path), (hidden.reshape(-1, hidden.shape[-1]),), {})
         logits = self._offer(head, step, made.reshape(*hidden.shape[:-1], made.shape[-1]))
-        self._result = self._offer(root, step, places.finished(logits))
+        self._result = self._offer(root, step, places.final_logits(logits))
         return value
 
     def ended(self, row: JobRow) -> None:
-        """Note that a row has ended; with the last one, offer the results and end the blocks."""
+        """Remove a row that has ended. After the last row, offer the results and end the blocks."""
         self._live.remove(row)
         if not self._live and self.error is None:
             with ordinary():
                 self._guarded(self._end_blocks)
-            self.over = True
+            self.finished = True
 
     def _end_blocks(self) -> None:
         """Offer the results, and end the blocks."""

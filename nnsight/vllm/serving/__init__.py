@@ -1,6 +1,6 @@
-"""vLLM's own server for requests that are steered: ``nnsight vllm serve``.
+"""vLLM's own server, with steering: ``nnsight vllm serve``.
 
-The server has two processes. The first speaks HTTP and knows the registered vectors; the second runs the engine, whose compiled
-graph has tables of parameters for edits (:mod:`..steering`). A request that names a vector gets an entry of the tables, and the number of
-the entry travels with its sampling parameters.
+The server has two processes. The first process speaks HTTP and has the registered vectors. The second process runs the engine, whose
+compiled graph has tables of parameters for edits (:mod:`..steering`). A request that names a vector gets an entry of the tables, and the
+number of the entry travels with its sampling parameters.
 """

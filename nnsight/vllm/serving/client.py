@@ -1,8 +1,8 @@
-"""The engine client of vLLM's server: it steers the requests which ask for it.
+"""The engine client of vLLM's server, which steers the requests that ask for it.
 
-All endpoints of the server generate through one method, ``generate``, so this is where a request is checked. A mistake in it is
-raised at once, before anything of an answer is sent, as an error that the server answers with the status 400. A request that is right goes
-on with the number of its table entry in place of the user's parameters, and with a salt that keeps the prefixes it caches apart.
+All endpoints of the server call one method, ``generate``, so requests are checked there. A mistake raises an error at once, before any part
+of an answer is sent, and the server answers with the status 400. A valid request goes on with the number of its table entry in place of the
+user's parameters, and with a salt that separates its cached prefixes from those of other edits.
 """
 
 from __future__ import annotations
@@ -30,46 +30,46 @@ from ..worker.worker import packed
 
 Edits = Mapping[str, Steering]
 
-_STEERED = Counter("nnsight:steered_requests", "Requests that were sent to the engine steered.")
+_STEERED = Counter("nnsight:steered_requests", "Steered requests that were sent to the engine.")
 _REFUSED = Counter("nnsight:refused_requests", "Requests that could not be steered as they asked, and were refused.")
 _VECTORS = Gauge("nnsight:vectors_registered", "Vectors that requests can name.")
 
-#: Parameter of a request with the name of a program; behind it and an underscore, the name of a parameter of the program.
+#: Parameter of a request for the name of a program. With an underscore and a name behind it: parameter of that program.
 _PROGRAM = PREFIX + "program"
 
-#: How many different edits are kept ready, so that requests for them compute nothing.
-_KEPT = 128
+#: Size of the cache of edits. Requests with cached edits compute nothing.
+_CACHED_EDITS = 128
 
 
 def is_ours(name: Any) -> bool:
-    """Whether a parameter of a request is meant for us."""
+    """Whether a request parameter with this name is for steering."""
     return isinstance(name, str) and name.lower().startswith("nnsight")
 
 
 def refused(message: str) -> VLLMValidationError:
-    """Return the error that a request is refused with, and count it."""
+    """Return the error with which a request is refused, and count it."""
     _REFUSED.inc()
     return VLLMValidationError(message, parameter="vllm_xargs")
 
 
 class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does not know its base
-    """An engine client that steers the requests which ask for it. Call :meth:`prepare` first."""
+    """An engine client that steers the requests that ask for it. Call :meth:`prepare` first."""
 
     async def prepare(self, vectors: Vectors, programs: Mapping[str, GraphProgram]) -> None:
-        """Ask the engine where it has tables, and steer with ``vectors``, and with the ``programs`` of its graph.
+        """Ask the engine for the locations of its tables. Requests can then use ``vectors``, and the ``programs`` of the engine's graph.
 
         Raises:
-            ValueError: If layers have no different numbers.
+            ValueError: If a layer with tables has no number, or if two have the same number.
         """
         self.programs = programs
         layout = Layout.described(self.vllm_config.additional_config["nnsight"])
         self.vectors = vectors
         self.places = places_of((await self.collective_rpc("nnsight_locations"))[0])
-        full = f"All {layout.slots} entries for different edits are in use by other requests. Ask again when one of them has ended, or "
+        full = f"All {layout.slots} entries for different edits are in use by other requests. Try again when one of them has ended, or "
         self.entries = Entries(layout.slots, full + "start the server with more --slots.")
         self._rank = layout.rank
         self._writing = asyncio.Lock()
-        self.salted_edits = functools.lru_cache(_KEPT)(self._salted_edits)
+        self.salted_edits = functools.lru_cache(_CACHED_EDITS)(self._salted_edits)
         _VECTORS.set_function(lambda: len(vectors))
 
     def _salted_edits(self, choice: Choice) -> tuple[str, Edits]:
@@ -77,7 +77,8 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
         return salt_of(edits), edits
 
     def edits_of(self, parameters: Mapping[str, Any]) -> tuple[str, Edits, int] | None:
-        """Return salt, edits and first position for the parameters of a request, ``None`` if it asks for no edit; raise for wrong ones."""
+        """Return salt, edits and first position for the parameters of a request, or ``None`` if it asks for no edit. Raise
+        ``VLLMValidationError`` for wrong parameters."""
         ours = {name: value for name, value in parameters.items() if is_ours(name)}
         if not ours:
             return None
@@ -96,7 +97,7 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
             raise refused(str(error)) from error
 
     def _program_edits(self, asked: Mapping[str, Any], start: int) -> dict[str, Steering]:
-        """Return the edits for the parameters of a request that begin with the name of that for a program."""
+        """Return the edits for the parameters ``nnsight_program...`` of a request."""
         given = {name.removeprefix(_PROGRAM + "_"): value for name, value in asked.items() if name != _PROGRAM}
         name = asked.get(_PROGRAM)
         if not isinstance(name, str) or name not in self.programs:
@@ -109,7 +110,7 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
             raise ValueError(str(error)) from error
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
-        """Send a request to the engine, steered if it asks for that; raise ``VLLMValidationError`` if that is not possible."""
+        """Send a request to the engine, steered if it asks for it. Raise ``VLLMValidationError`` if that is not possible."""
         found = self.edits_of(sampling_params.extra_args or {})
         if found is None:
             return super().generate(prompt, sampling_params, request_id, **options)
@@ -133,7 +134,7 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
                     await self.collective_rpc("nnsight_write", args=(entry.slot, packed(asked)))
                     entry.written = True
             _STEERED.inc()
-            async with aclosing(outputs):  # a dropped request is aborted in the engine before its entry is given to another
+            async with aclosing(outputs):  # aborts a dropped request in the engine before its entry is released
                 async for output in outputs:
                     yield output
         finally:
@@ -141,7 +142,7 @@ class SteeringClient(AsyncLLM):  # type: ignore[misc] # without vLLM, mypy does 
 
 
 def _salted(prompt: Any, salt: str) -> dict[str, Any]:
-    """Return ``prompt`` with a salt of its cached prefixes made from ``salt`` and its own."""
+    """Return ``prompt`` with a salt for its cached prefixes, made from ``salt`` and the prompt's own salt."""
     if isinstance(prompt, str):
         prompt = {"prompt": prompt}
     if not isinstance(prompt, dict) or prompt.get("type") == "enc_dec":

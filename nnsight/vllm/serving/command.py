@@ -1,6 +1,6 @@
 """``nnsight vllm serve``: vLLM's OpenAI-compatible server, with edits in the graph of the model.
 
-It takes the options of ``vllm serve`` and five of its own. Options that tables cannot work with are refused before the engine starts.
+It takes the options of ``vllm serve`` and five of its own. Options with which tables do not work are refused before the engine starts.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ except ImportError:  # vLLM 0.32
 
 WORKER = f"{__package__.rpartition('.')[0]}.worker.worker.ServingWorker"
 
-#: Options of vLLM that lead to another server, or another worker.
+#: Options of vLLM that start another kind of server or worker.
 _OTHER_SERVERS = ("worker_cls", "api_server_count", "headless", "grpc")
 
 _NOT_TOGETHER = (
-    "{} cannot be had together with --edits or --programs: one process has to know all tables, and each table the rows of a whole step."
+    "{} cannot be used with --edits or --programs: one process has to manage all tables, and each table needs the rows of a whole step."
 )
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve until told to stop; raise ``ValueError`` for wrong options, and ``OSError`` if a file of a vector cannot be read."""
+    """Serve until a signal ends the server. Raise ``ValueError`` for wrong options, and ``OSError`` if a file cannot be read."""
     import uvloop
 
     cli_env_setup()
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _prepare(args: Any) -> tuple[Vectors, dict[str, GraphProgram]]:
-    """Put the options that edits need among vLLM's; return the vectors, and the programs by name."""
+    """Add the options that edits need to vLLM's options. Return the vectors, and the programs by name."""
     if args.model_tag is not None:
         args.model = args.model_tag
     if args.model == "nnsight/demo":
@@ -71,9 +71,9 @@ def _prepare(args: Any) -> tuple[Vectors, dict[str, GraphProgram]]:
 
         args.model, args.served_model_name = str(folder_or_name(args.model)), args.served_model_name or ["nnsight/demo"]
     if not args.edits and not args.programs:
-        raise ValueError("--edits is missing: say which layers can be steered, as in `--edits 'model.layers.*'`; or --programs.")
+        raise ValueError("--edits is missing: name the layers that can be steered, as in `--edits 'model.layers.*'`, or use --programs.")
     if args.slots < 1 or args.rank < 0:
-        raise ValueError("--slots is a number from 1, and --rank one from 0.")
+        raise ValueError("--slots has to be at least 1, and --rank at least 0.")
     for name in _OTHER_SERVERS:
         value = getattr(args, name)
         if value and value not in ("auto", 1):
@@ -92,7 +92,7 @@ def _prepare(args: Any) -> tuple[Vectors, dict[str, GraphProgram]]:
 
 
 async def _serve(args: Any, vectors: Vectors, programs: dict[str, GraphProgram]) -> None:
-    """Run engine and server: vLLM's ``run_server`` with another client and more routes."""
+    """Run engine and server. This does the same as vLLM's ``run_server``, but with another client and more routes."""
     from .client import SteeringClient
     from .http import install
 
@@ -103,7 +103,7 @@ async def _serve(args: Any, vectors: Vectors, programs: dict[str, GraphProgram])
         "data parallelism": parallel.data_parallel_size > 1,
         "pipeline parallelism": parallel.pipeline_parallel_size > 1,
         "context parallelism": parallel.prefill_context_parallel_size > 1,
-        "cutting steps into micro-batches": parallel.use_ubatching,
+        "splitting steps into micro-batches": parallel.use_ubatching,
         "LoRA": config.lora_config is not None,
     }
     for what, found in refused.items():
@@ -111,8 +111,8 @@ async def _serve(args: Any, vectors: Vectors, programs: dict[str, GraphProgram])
             raise ValueError(_NOT_TOGETHER.format(what))
     check(config, tables=True)
     vectors.fit(config.model_config.get_hidden_size())
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the server has handlers of its own
-    address, sock = setup_server(args, reuse_port=False)  # before the engine, which takes long: the port may be in use
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until the server installs its handlers
+    address, sock = setup_server(args, reuse_port=False)  # before the slow start of the engine: the port may be in use
     client = SteeringClient.from_vllm_config(
         config,
         usage_context=UsageContext.OPENAI_API_SERVER,

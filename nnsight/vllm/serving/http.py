@@ -1,8 +1,7 @@
-"""Routes for vectors on vLLM's server, and a guard in front of its own.
+"""Routes for vectors on vLLM's server, and a guard in front of vLLM's routes.
 
-vLLM ignores fields of a request that it does not know, and some of its endpoints and modes ignore extra parameters, too. A request that
-asks to be steered there would get an answer that is not steered, and does not say so. The guard refuses such requests with the
-status 400. It stands behind vLLM's authentication.
+vLLM ignores unknown fields of a request, and some of its endpoints and modes also ignore extra parameters. A request for steering would
+then get an unsteered answer without any notice. The guard refuses such requests with the status 400. It runs after vLLM's authentication.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from .client import SteeringClient, is_ours, refused
 #: The endpoints that read ``vllm_xargs``.
 STEERABLE = ("/v1/completions", "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/responses", "/v1/messages")
 
-#: How many bytes a file may have beside its numbers.
+#: Most bytes that a file may have in addition to its numbers.
 _HEADER_BYTES = 1 << 20
 
 router = APIRouter(prefix="/v1/nnsight/vectors")
 
 
 def install(app: FastAPI) -> None:
-    """Add routes and guard to vLLM's application."""
+    """Add the routes and the guard to vLLM's application."""
     app.include_router(router)
-    app.user_middleware.append(Middleware(Guard))  # the innermost one
-    app.middleware_stack = None  # the first request builds it
+    app.user_middleware.append(Middleware(Guard))  # the innermost middleware, behind authentication
+    app.middleware_stack = None  # the first request builds it again
 
 
 @router.get("")
@@ -58,24 +57,24 @@ async def register(name: str, request: Request) -> dict[str, Any]:
     config = client.vllm_config.model_config
     most = 8 * config.get_hidden_size() * config.get_total_num_hidden_layers() + _HEADER_BYTES
     data = bytearray()
-    async for chunk in request.stream():  # to its end, so that a sender hears the answer
+    async for chunk in request.stream():  # read to the end, or some clients would not get the answer
         if len(data) <= most:
             data += chunk
     if len(data) > most:
-        raise HTTPException(413, f"The file has more than {most} bytes, which no vector of this model needs.")
+        raise HTTPException(413, f"The file has more than {most} bytes. No vector of this model needs that many.")
     try:
         client.vectors.add_parsed(name, bytes(data), f"the file for {name!r}")
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
     except ImportError as error:
         raise HTTPException(501, str(error)) from error
-    client.salted_edits.cache_clear()  # a name may stand for another vector from now on
+    client.salted_edits.cache_clear()  # the name may have stood for another vector
     return {"name": name, "layers": client.vectors.layers(name)}
 
 
 @router.delete("/{name}")
 async def remove(name: str, request: Request) -> dict[str, Any]:
-    """Forget a vector. Requests that run go on with it."""
+    """Remove a vector. Running requests go on with it."""
     client: SteeringClient = request.app.state.engine_client
     try:
         client.vectors.remove(name)
@@ -86,13 +85,13 @@ async def remove(name: str, request: Request) -> dict[str, Any]:
 
 
 class Guard:
-    """Middleware that refuses a request which asks to be steered where vLLM would ignore it, or in a way that is not possible."""
+    """Middleware that refuses a request for steering that vLLM would ignore, or that is not possible."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        """Check a JSON request, and hand it on."""
+        """Check a JSON request, and pass it on."""
         if scope["type"] != "http" or scope["method"] != "POST":
             return await self._app(scope, receive, send)
         messages: list[Any] = []
@@ -113,17 +112,17 @@ class Guard:
 
 
 def _check(scope: Any, body: bytes) -> None:
-    """Raise a ``VLLMValidationError`` if the request asks to be steered and would not be."""
+    """Raise ``VLLMValidationError`` if the request asks for steering and would not be steered."""
     try:
         request = json.loads(body)
     except ValueError:
-        return  # vLLM says so
+        return  # vLLM reports the error
     if not isinstance(request, dict):
         return
     misplaced = sorted(filter(is_ours, request))
     if misplaced:
         raise refused(
-            f"{', '.join(misplaced)}: parameters for steering belong into `vllm_xargs`, as in "
+            f"{', '.join(misplaced)}: put parameters for steering into `vllm_xargs`, as in "
             '{"vllm_xargs": {"nnsight_vector": "name"}}.'
         )
     extra = request.get("vllm_xargs")
@@ -131,7 +130,7 @@ def _check(scope: Any, body: bytes) -> None:
         return
     path = scope["path"].removeprefix(scope.get("root_path", ""))
     if path not in STEERABLE:
-        raise refused(f"{path} cannot be steered; these can: {', '.join(STEERABLE)}.")
+        raise refused(f"{path} cannot be steered. These endpoints can: {', '.join(STEERABLE)}.")
     if request.get("use_beam_search"):
-        raise refused("Beam search cannot be steered: vLLM does not hand on the parameters.")
+        raise refused("Beam search cannot be steered: vLLM does not pass the parameters on.")
     scope["app"].state.engine_client.edits_of(extra)

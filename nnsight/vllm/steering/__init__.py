@@ -1,1 +1,1 @@
-"""Steering in the compiled graph of an engine: vectors by name, tables of parameters, and functions of users."""
+"""Steering in the compiled graph of an engine: tables of parameters, users' functions, and programs."""

@@ -1,8 +1,8 @@
-"""The entries of an engine's tables: which requests use them, and whether their parameters are written.
+"""Allocation of the entries of an engine's tables.
 
-Requests that are steered alike share an entry. An unused entry keeps its parameters until its place is needed, so a vector that is asked
-for again and again is written once. A request holds its entry by a :class:`Lease`, until it ends. A lease without references is given back,
-too, because a server may drop a request before it has begun.
+Requests with the same edits share an entry. An unused entry keeps its parameters until another edit needs its slot, so a vector that many
+requests ask for is written once. A request holds its entry by a :class:`Lease` until it ends. The garbage collector also releases a lease,
+because a server may drop a request before it has begun.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ENTRY = "nnsight-entry"
 
 @dataclass(eq=False)
 class _Entry:
-    """One entry of the tables: its number, the number of requests that use it, and whether its parameters are there."""
+    """An entry of the tables: its slot, the number of requests that use it, and whether the tables have its parameters."""
 
     slot: int
     users: int = 0
@@ -24,7 +24,7 @@ class _Entry:
 
 
 class Lease:
-    """The right of a request to an entry, until it is released. Whoever writes parameters to the tables sets ``entry.written``."""
+    """A request's hold on an entry, until ``release`` is called. The code that writes parameters to the tables sets ``entry.written``."""
 
     def __init__(self, entry: _Entry) -> None:
         self.entry = entry
@@ -38,7 +38,7 @@ def _give_back(entry: _Entry) -> None:
 
 
 class Entries:
-    """The ``count`` entries of an engine's tables; ``full`` is the message of the error if all are in use."""
+    """The ``count`` entries of an engine's tables. ``full`` is the error message for when all are in use."""
 
     def __init__(self, count: int, full: str) -> None:
         self.count = count
@@ -48,11 +48,11 @@ class Entries:
 
     @property
     def in_use(self) -> int:
-        """The number of entries that requests use."""
+        """The number of entries that requests currently use."""
         return sum(entry.users > 0 for entry in self._entries.values())
 
     def take(self, salt: str) -> Lease:
-        """Return a lease of the entry for the edits with this salt; raise ``ValueError`` if other edits have all entries."""
+        """Return a lease of the entry for the edits with this salt. Raise ``ValueError`` if other edits use all entries."""
         entry = self._entries.pop(salt, None) or self._unused()
         self._entries[salt] = entry
         return Lease(entry)

@@ -1,15 +1,15 @@
 """Functions of users as a part of the compiled graph of an engine.
 
-``edits={"modules": [...], "functions": {"clamp": clamp}}`` puts ``clamp`` into the graph, behind the tables of each of these layers. Its
+``edits={"modules": [...], "functions": {"clamp": clamp}}`` puts ``clamp`` into the graph, after the tables of each of these layers. Its
 first argument is the hidden state after the layer, ``[tokens, hidden]``. The other arguments are parameters with defaults, numbers or
-tensors. A default gives the shape of its parameter, and the value for requests that do not give one. The function gets each parameter with
+tensors. A default gives the shape of its parameter, and the value for requests that do not pass one. The function gets each parameter with
 a row for every token: a number as ``[tokens, 1]``, a vector as ``[tokens, size]``. A request asks for the function with
 ``layer.steer(use="clamp", limit=3.0)``.
 
 The function is traced once, with make_fx, when the engine starts. Tensors that it uses (the weights of an autoencoder) become buffers of
-the layers. The trace is part of the key of vLLM's compile cache, so another function gets another graph. A function that mixes rows would
-mix requests. One that draws random numbers would draw the same for all rows. One that looks at values or at the number of rows cannot be
-traced. All three are found when the engine starts, and refused.
+the layers. The trace is part of the key of vLLM's compile cache, so another function gets another graph. Three kinds of functions are
+refused when the engine starts: functions that mix rows, because they would mix requests; functions that draw random numbers, because a
+graph would repeat them; and functions that depend on values or on the number of rows in Python, because they cannot be traced.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ import torch
 from ...modeling.forms import describe
 from .graph_parts import GraphPart
 
-#: Number of rows of the hidden state with which a function is traced, and numbers for which the trace is compared with the function.
+#: Number of rows with which a function is traced, and numbers of rows for which the trace is compared with the function.
 _TRACED, _TRIED = 7, (1, 2, 5)
 
 
 @dataclass(frozen=True, eq=False)
 class EditFunction:
-    """A function that edits hidden states, traced."""
+    """A traced function that edits hidden states."""
 
-    name: str  # which requests use
-    graph: torch.fx.GraphModule  # of the hidden state, each parameter with a row for each token, and the constants: the new hidden state
-    constants: list[torch.Tensor]  # that the function uses
-    defaults: Mapping[str, torch.Tensor]  # parameters of requests that do not give them: `[1]` for a number, else as the default
-    digest: str  # equal for functions whose graphs, tensors and defaults are equal
+    name: str  # the name by which requests ask for it
+    graph: torch.fx.GraphModule  # (hidden state, parameters with a row per token, constants) -> new hidden state
+    constants: list[torch.Tensor]  # tensors that the function uses from outside
+    defaults: Mapping[str, torch.Tensor]  # defaults of the parameters; a number has the shape `[1]`
+    digest: str  # equal for functions with equal names, graphs, tensors and defaults
 
     @classmethod
     def of(cls, name: str, function: Callable[..., Any], hidden: int, dtype: torch.dtype) -> EditFunction:
         """Trace ``function`` for a hidden state of ``hidden`` channels.
 
         Raises:
-            TypeError: If it is no function of a hidden state and parameters with defaults that are numbers or tensors.
-            ValueError: If it cannot be traced, does not return a hidden state, or does not edit each row by itself.
+            TypeError: If its arguments are not a hidden state, and parameters whose defaults are numbers or tensors.
+            ValueError: If it cannot be traced, does not return a hidden state, or does not edit each row independently.
         """
         place = f"edits={{'functions': {{{name!r}: ...}}}}, {_place_of(function)}"
         defaults = _defaults_of(name, function, place)
@@ -61,7 +61,7 @@ class EditFunction:
                 return called(state, *given, *constants)
 
         accelerator = torch.accelerator.current_accelerator()
-        devices = [torch.device("cpu"), *([] if accelerator is None else [accelerator])]  # its own tensors may be on either
+        devices = [torch.device("cpu"), *([] if accelerator is None else [accelerator])]  # its own tensors may be on either device
         for device in devices:
             try:
                 result = tried(edited)
@@ -72,21 +72,21 @@ class EditFunction:
                     raise ValueError(f"{place} failed on a hidden state {[_TRACED, hidden]}: {what}") from error
         if not isinstance(result, torch.Tensor) or result.shape != (_TRACED, hidden) or result.dtype != dtype:
             found = f"{list(result.shape)} of {result.dtype}" if isinstance(result, torch.Tensor) else describe(result)
-            raise ValueError(f"{place} returns {found} for a hidden state {[_TRACED, hidden]} of {dtype}: it has to return one like it.")
+            raise ValueError(f"{place} returns {found} for a hidden state {[_TRACED, hidden]} of {dtype}: both have to be alike.")
         if not torch.equal(result, tried(edited)):
-            raise ValueError(f"{place} returns something else each time. What it draws, or remembers, cannot be in a graph.")
+            raise ValueError(f"{place} returns something else each time. A graph cannot have random numbers or state.")
         alone = torch.cat([tried(edited, row, row + 1) for row in range(_TRACED)])
         if not torch.allclose(result.float(), alone.float(), rtol=1e-2, atol=1e-3 * float(result.abs().amax())):
             raise ValueError(
-                f"{place} mixes rows, or looks at their number or at values of all: what it returns for a row is not what it returns for "
-                "this row alone. The rows of a step belong to different requests. To look at several tokens, use taps, and a block."
+                f"{place} mixes rows: its result for a row changes if there are other rows. The rows of a step belong to different "
+                "requests, so it must not use the number of rows, or values of several. To look at several tokens, use taps and a block."
             )
         given = [value.to(device, dtype).expand(_TRACED, *value.shape) for value in defaults.values()]
         graph, constants, _ = traced_on(edited, [_sample(hidden).to(device, dtype), *given], place)
         for count in _TRIED:
             expected, got = tried(edited, 0, count), tried(graph, 0, count, constants)
             if got.shape != expected.shape or not torch.allclose(got, expected, rtol=1e-2, atol=1e-5):
-                raise ValueError(f"{place} does something else for {count} rows than for {_TRACED}, so one graph cannot replace it.")
+                raise ValueError(f"{place} does something else with {count} rows than with {_TRACED}, so one graph cannot replace it.")
         return cls(name, graph, constants, defaults, _digest(name, graph, constants, defaults))
 
     def part(self, dtype: torch.dtype) -> GraphPart:
@@ -95,23 +95,23 @@ class EditFunction:
         return GraphPart(self.name, self.graph, [*defaults], defaults, self.constants)
 
     def parameters(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return all parameters of a request that gives some; raise ``ValueError`` if one is unknown, or has another shape."""
+        """Add defaults to the parameters that a request gives. Raise ``ValueError`` if one is unknown or has a wrong shape."""
         return completed(f"steer(use={self.name!r}", self.defaults, given)
 
 
-#: Functions and programs of the engines of this process, by digest. vLLM's configuration, which is plain data, has the digests.
-_known: WeakValueDictionary[str, Any] = WeakValueDictionary()
+#: Functions and programs of the engines of this process, by digest. vLLM's configuration is plain data and has only the digests.
+_registry: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 def register(function: Any) -> str:
-    """Let workers of this process find a function or program by its digest; return the digest."""
-    _known[function.digest] = function
+    """Let workers of this process find a function or program by its digest, as long as it has references. Return the digest."""
+    _registry[function.digest] = function
     digest: str = function.digest
     return digest
 
 
 #: Returns the function or program with a digest.
-registered = _known.__getitem__
+registered = _registry.__getitem__
 
 
 def _sample(hidden: int) -> torch.Tensor:
@@ -128,24 +128,24 @@ def _defaults_of(name: str, function: Any, place: str) -> dict[str, torch.Tensor
         return {}
     by_name = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
     if not parameters or parameters[0].kind not in {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD}:
-        raise TypeError(f"{place} takes no hidden state as its first argument.")
+        raise TypeError(f"{place} does not take a hidden state as its first argument.")
     defaults = {}
     for parameter in parameters[1:]:
-        if parameter.kind not in by_name or parameter.default is inspect.Parameter.empty or parameter.name in TAKEN:
+        if parameter.kind not in by_name or parameter.default is inspect.Parameter.empty or parameter.name in RESERVED:
             raise TypeError(
-                f"{place}: requests cannot give the parameter `{parameter}`. Each parameter has a default, which says its shape, and a "
-                f"name of its own, none of {', '.join(sorted(TAKEN))}."
+                f"{place}: requests cannot give the parameter `{parameter}`. Each parameter needs a default, which gives its shape, and a "
+                f"name that is none of {', '.join(sorted(RESERVED))}."
             )
         defaults[parameter.name] = torch.atleast_1d(finite(f"The parameter {parameter.name!r} of {name!r}", parameter.default))
     return defaults
 
 
-#: Names of the parameters that :meth:`LayerEnvoy.steer` has itself.
-TAKEN = frozenset({"self", "add", "scale", "remove", "start", "use"})
+#: Names that functions cannot use for parameters, because they are parameters of :meth:`LayerEnvoy.steer`.
+RESERVED = frozenset({"self", "add", "scale", "remove", "start", "use"})
 
 
 def finite(what: str, value: Any) -> torch.Tensor:
-    """Return a user's number or tensor as float32 on the CPU; raise if it is neither, or has values that are not finite."""
+    """Return a user's number or tensor as float32 on the CPU. Raise ``TypeError`` for other types, ``ValueError`` for inf and NaN."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.Tensor)):
         raise TypeError(f"{what} is a number or a tensor, not {describe(value)}.")
     with torch.inference_mode(False):
@@ -156,7 +156,7 @@ def finite(what: str, value: Any) -> torch.Tensor:
 
 
 def fitted(what: str, value: Any, shape: Sequence[int]) -> torch.Tensor:
-    """Return :func:`finite` of a value that has this shape, or is a number, which is repeated; raise if it has another shape."""
+    """Return :func:`finite` of a value, expanded to ``shape`` if it is a number. Raise ``ValueError`` if it has another shape."""
     tensor = finite(what, value)
     if tensor.dim() == 0:
         return tensor.expand(tuple(shape)).clone()
@@ -166,7 +166,7 @@ def fitted(what: str, value: Any, shape: Sequence[int]) -> torch.Tensor:
 
 
 def completed(call: str, defaults: Mapping[str, torch.Tensor], given: Mapping[str, Any], why: str = "") -> dict[str, torch.Tensor]:
-    """Return all parameters of a ``call`` that gives some; raise ``ValueError`` if one is unknown, for which there may be a reason."""
+    """Add ``defaults`` to the parameters of ``call``. Raise ``ValueError`` for a wrong shape or, with the reason ``why``, a wrong name."""
     for name in given:
         if name not in defaults:
             raise ValueError(f"{call}) has no parameter {name!r}{why}. Its parameters: {', '.join(defaults) or 'none'}.")
@@ -174,8 +174,8 @@ def completed(call: str, defaults: Mapping[str, torch.Tensor], given: Mapping[st
 
 
 def traced_on(called: Any, given: Sequence[Any], place: str) -> tuple[torch.fx.GraphModule, list[torch.Tensor], Any]:
-    """Return the graph of ``called`` for any number of rows, the tensors that it uses besides those ``given``, which become the last
-    arguments of the graph, and what it returns for these."""
+    """Return the graph of ``called`` for any number of rows, the tensors that it uses from outside, and its results for ``given``.
+    The tensors from outside become the last arguments of the graph."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     try:
@@ -184,8 +184,8 @@ def traced_on(called: Any, given: Sequence[Any], place: str) -> tuple[torch.fx.G
             results = called(*given)
     except Exception as error:
         raise ValueError(
-            f"{place} cannot be traced: {type(error).__name__}: {error}. Control flow may not depend on values: write `torch.where` in "
-            "place of `if`."
+            f"{place} cannot be traced: {type(error).__name__}: {error}. Control flow must not depend on values: write `torch.where` "
+            "instead of `if`."
         ) from error
     constants: dict[str, torch.fx.Node] = {}
     last = found.graph.find_nodes(op="placeholder")[-1]

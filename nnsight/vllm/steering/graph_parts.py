@@ -1,11 +1,11 @@
 """Parts of an engine's compiled graph that edit hidden states, for the rows that ask for them.
 
-A :class:`GraphPart` belongs to a module and edits the hidden state behind it. It is the sum of :mod:`.tables`, a function of the user
-(:mod:`.graph_functions`), or what a program does there (:mod:`.graph_programs`). It is computed for all rows of a step, and rows of
-requests that do not ask for it stay as they are, bit by bit.
+A :class:`GraphPart` belongs to a module and edits the hidden state after it. It is the sum of :mod:`.tables`, a function of the user
+(:mod:`.graph_functions`), or the nodes of a program at this module (:mod:`.graph_programs`). The graph computes a part for all rows of a
+step, but rows of requests that do not ask for it stay unchanged, bit for bit.
 
-Each row has a number, its *slot*. Tables by slot say who asks for a part, and with which parameters; slot 0 is for nobody. So requests with
-different edits share a step, and new values are a write to a table: nothing is compiled again.
+Each row has a *slot*, a number. Tables, indexed by slot, tell whether a row asks for a part, and with which parameters. Rows without edits
+have slot 0. So requests with different edits share a step, and new parameters are a write to a table: nothing is compiled again.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def is_layer(path: str) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GraphPart:
-    """What is done to hidden states at one module.
+    """An edit of hidden states at one module.
 
     Attributes:
-        name: Of the function or program.
-        graph: Takes the hidden state ``[tokens, hidden]``, then, each with a row for each token, the parameters and the values of earlier
-            parts, then the constants. Returns the new hidden state, or a tuple of it and the values for later parts.
+        name: Name of the function or program.
+        graph: Takes the hidden state ``[tokens, hidden]``, the parameters, the values of earlier parts, and the constants. Parameters and
+            values have a row per token. Returns the new hidden state, or a tuple of the new hidden state and the values for later parts.
         parameters: Names of the parameters, in the order of the graph.
-        defaults: The parameters of requests that do not give them.
+        defaults: Values of the parameters for requests that do not give them.
         constants: Other tensors of the graph.
-        takes: Names of the values of earlier parts.
-        gives: Names of the values for later parts, with one of a token.
+        takes: Names of the values that it takes from earlier parts.
+        gives: For each value that it gives to later parts: its name, and an example for one token.
     """
 
     name: str
@@ -49,26 +49,26 @@ class GraphPart:
     gives: Mapping[str, torch.Tensor] | None = None
 
     def __call__(self, hidden: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the new hidden states, and the values for later parts; ``given`` are the parameters, and the values that it takes."""
+        """Return the new hidden states and the values for later parts. ``given`` are the parameters and the values of earlier parts."""
         results = self.graph(hidden, *given, *self.constants)
         return results if isinstance(results, tuple) else (results,)
 
 
 class GraphCall(NamedTuple):
-    """The call of a part, with the names of buffers of the module."""
+    """The call of a part. The other fields are names of buffers of the module."""
 
     graph: Callable[..., Any]
-    chosen: str  # which slots ask for it
-    tables: list[str]  # of its parameters, by slot
+    chosen: str  # whether a slot asks for the part, by slot
+    tables: list[str]  # its parameters, by slot
     taken: list[str]  # values of earlier parts, by row
     constants: list[str]
     given: list[str]  # values for later parts, by row
 
 
 def add_part(module: Any, part: GraphPart, slots: int, carried: dict[str, torch.Tensor]) -> None:
-    """Give ``module`` a part, with tables of its parameters and users for ``slots`` edits.
+    """Add ``part`` to ``module``, with tables for ``slots`` edits: which of them ask for the part, and their parameters.
 
-    ``carried`` are the values that parts have for later ones, by name; those that this one gives are added.
+    ``carried`` has the buffers of the values that earlier parts give to later parts, by name. This adds the buffers of ``part.gives``.
     """
     rows = module.nnsight_rows
     held: dict[str, torch.Tensor] = {_name(part): rows.new_zeros(slots + 1, 1, dtype=torch.bool)}
@@ -89,14 +89,14 @@ def add_part(module: Any, part: GraphPart, slots: int, carried: dict[str, torch.
 
 
 def _name(part: GraphPart, parameter: str = "") -> str:
-    """Return the name of the buffer of a parameter, a constant or a value, or of the slots that ask for the part."""
+    """Return the name of a buffer: of a parameter, constant or value, or, without ``parameter``, of the slots that ask for the part."""
     return f"nnsight_of_{part.name}__{parameter}"
 
 
 def write(module: Any, slot: int, asked: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Write to the tables of ``module`` which of its parts the edits with number ``slot`` ask for, with the parameters of each.
+    """Write the edits ``asked`` to entry ``slot`` of the tables of ``module``: parameters by name, by name of the part that they ask for.
 
-    A parameter with fewer rows than the table is filled up with zeros.
+    A parameter with fewer rows than its table is padded with zeros.
     """
     for part in module.nnsight_parts:
         chosen = asked.get(part.name)
@@ -113,7 +113,7 @@ def write(module: Any, slot: int, asked: Mapping[str, Mapping[str, torch.Tensor]
 
 
 def edited(module: Any, output: Any) -> Any:
-    """Return ``output`` of a module as its parts leave it. Dynamo traces this."""
+    """Apply the parts of ``module`` to its ``output``, and return the result. Dynamo traces this."""
     pair = not isinstance(output, torch.Tensor)
     first = output[0] if pair else output
     residual = output[1] if pair and module.nnsight_returns_parts else None

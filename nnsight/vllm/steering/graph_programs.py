@@ -1,13 +1,13 @@
 """Programs as a part of the compiled graph of an engine.
 
-``programs={"name": program}`` puts a :class:`nnsight.Program` into the graph when the engine starts, as if it stood in the source of the
-model, and requests ask for it by name. A program is recorded on the model of transformers, without weights, and reads and edits hidden
-states ``[batch, positions, hidden]``: outputs of layers, attention, MLPs and norms. Here it is run for each token by itself, as a batch of
-one with one position. So requests are never mixed, and a program that looks at several positions is refused when the engine starts.
+``programs={"name": program}`` puts a :class:`nnsight.Program` into the graph when the engine starts, as if it were part of the model's
+source. Requests ask for it by name. A program is recorded on the model of transformers, without weights. It reads and edits hidden states
+``[batch, positions, hidden]``: outputs of layers, attention, MLPs and norms. Here it runs for each token separately, as a batch of one with
+one position. So requests are never mixed, and a program that looks at several positions is refused when the engine starts.
 
 The nodes of a program at one location become a :class:`.GraphPart`, which is traced with make_fx under ``torch.vmap``. The rows of a step
-are the batch of vmap. Parameters of requests have a row for each token, and other tensors of the program are constants. A value that a
-later part uses waits in a buffer with a row for each token.
+are the batch of vmap. Parameters of requests have a row for each token, and other tensors of the program are constants. If a later part
+uses a value, the value is stored in a buffer with a row for each token.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ...program.program import Program
 from .graph_functions import completed, traced_on
 from .graph_parts import GraphPart
 
-#: Kinds of nodes that name a part of the model of transformers by something else than a location.
+#: Kinds of nodes that use the model of transformers in other ways than through a location.
 _OF_THE_MODEL = {"weight": "a weight of the model", "apply": "a call of a module", "skip": "a skip", "grad": "gradients"}
 
-#: Names of the arguments that :meth:`.VLLM.steer` has itself.
-_TAKEN = frozenset({"self", "vector", "scale", "remove", "layers", "start"})
+#: Names that programs cannot use for parameters, because they are arguments of :meth:`.VLLM.steer`.
+_RESERVED = frozenset({"self", "vector", "scale", "remove", "layers", "start"})
 
-#: Rows with which a program is traced, and tried.
+#: Number of rows with which a program is traced and checked.
 ROWS = 7
 
 
@@ -46,12 +46,12 @@ class GraphProgram:
     """A program for the graph of an engine.
 
     Attributes:
-        name: Its name.
+        name: The name by which requests ask for it.
         job: The program as data.
         segments: Its nodes by location.
-        defaults: The parameters of requests, float32 on the CPU.
-        fixed: Why other names of the block are no parameters.
-        digest: Equal for programs that do the same.
+        defaults: Parameters that requests can give, with their default values, float32 on the CPU.
+        fixed: For other names of the block, why they are no parameters.
+        digest: Equal for programs that have the same name and parameters and do the same.
     """
 
     name: str
@@ -67,21 +67,21 @@ class GraphProgram:
 
         Args:
             name: Its name.
-            given: A :class:`nnsight.Program` or a file of one; in a tuple with the names of its parameters. By default its parameters are
-                its named inputs with at most one dimension, but for those that have the name of an argument of :meth:`.VLLM.steer`.
+            given: A :class:`nnsight.Program`, a file of one, or a tuple of either and the names of its parameters. By default, its named
+                floating-point inputs with at most one dimension are parameters, unless :meth:`.VLLM.steer` has an argument of that name.
 
         Raises:
-            TypeError: If it is something else, or has no such input.
-            ValueError: If it has something that cannot be in the graph.
+            TypeError: If ``given`` has another type, or if the program has no input with the name of a parameter.
+            ValueError: If the name is no identifier, or if the program has something that cannot be in the graph.
         """
         program, names = _program_of(name, given)
         known: dict[Any, GraphProgram] = vars(program).setdefault("_in_engines", {})
         if (name, *names) not in known:
-            known[name, *names] = cls._made(name, program, names)
+            known[name, *names] = cls._create(name, program, names)
         return known[name, *names]
 
     @classmethod
-    def _made(cls, name: str, program: Program, names: list[str]) -> GraphProgram:
+    def _create(cls, name: str, program: Program, names: list[str]) -> GraphProgram:
         job = program._job
         try:
             found = _segments(job)
@@ -93,14 +93,14 @@ class GraphProgram:
 
     @property
     def modules(self) -> list[str]:
-        """The modules at whose outputs it has parts."""
+        """The paths of the modules at whose outputs it has parts."""
         return [module_of(segment.site) for segment in self.segments]
 
     def parts(self, widths: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> dict[str, GraphPart]:
-        """Return the traced parts by location; ``widths`` are the numbers of channels there, of hidden states of ``dtype`` on ``device``.
+        """Return the traced parts by location. ``widths`` has the number of channels at each location.
 
         Raises:
-            ValueError: If it cannot be traced, or looks at several positions.
+            ValueError: If the program cannot be traced, or looks at several positions.
         """
         run = _Run(self, widths, dtype, device)
         try:
@@ -110,7 +110,7 @@ class GraphProgram:
             raise ValueError(_CANNOT.format(name=self.name, error=error)) from error
 
     def parameters(self, given: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        """Return all parameters of a request that gives some; raise ``ValueError`` if one is unknown, or has another shape."""
+        """Add defaults to the parameters that a request gives. Raise ``ValueError`` if one is unknown or has a wrong shape."""
         unknown = next((name for name in given if name not in self.defaults), "")
         why = self.fixed.get(unknown, "no call of torch in the program uses a tensor or float of this name from outside")
         return completed(f"steer({self.name!r}", self.defaults, given, f": {why}")
@@ -120,16 +120,16 @@ _CANNOT = "The program {name!r} cannot run in an engine: {error}"
 
 
 def module_of(location: str) -> str:
-    """Return the path of the module whose output is at ``location``, without the model."""
+    """Return the path of the module whose output is at ``location``, without the leading ``model.``."""
     return location.removeprefix("model.").removesuffix(".output")
 
 
 class PartsOf:
-    """The parts of a job for rows: its nodes at each location, traced under vmap.
+    """The parts of a job: its nodes at each location, traced under vmap, so that they work on each row separately.
 
-    ``found`` are the nodes by location, ``parameters`` the names of the tensors of which each row has its own, ``values`` all tensors by
-    name, and ``samples`` the tensors of the value at each location, with :data:`ROWS` rows. Parts also give the values ``kept``, each
-    named by its node and output, as ``v3.0``.
+    ``found`` are the nodes by location. ``parameters`` are the names of the tensors that differ between rows. ``values`` are all tensors by
+    name. ``samples`` are example tensors of the value at each location, with :data:`ROWS` rows. ``kept`` names values that parts give
+    besides the values for later parts: ``v3.0`` is output 0 of node 3.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class PartsOf:
             self._gives[at] += sorted(key for key in kept if int(key[1:].partition(".")[0]) in numbers)
         self._takes = [[f"v{number}" for number in sorted(used[at] - made[at] - of_constants)] for at in range(len(found))]
         self._edited = {job.nodes[number].get("tensor") for number in edited}
-        #: The tensors of each part: where they are in its state, and their names.
+        #: For each part: the names of its tensors, by their key in the state of the part.
         self._tensors = [
             {
                 **{f"const {node['tensor']}": node["tensor"] for _, node in segment.nodes if node["do"] == "const"},
@@ -166,12 +166,12 @@ class PartsOf:
         ]
 
     def _row(self, at: int, leaves: Sequence[torch.Tensor], state: dict[str, Any]) -> list[torch.Tensor]:
-        """Return what a part makes of the tensors of one row, ``[1, ...]``; ``state`` has the other values, and gets those it gives."""
+        """Run part ``at`` on the tensors of one row, ``[1, ...]``, and return them changed. ``state`` has the other values of the nodes."""
         raise NotImplementedError
 
     def parts(self) -> dict[str, GraphPart]:
         """Return the traced parts by location."""
-        kept: dict[str, torch.Tensor] = {}  # values for later parts, of each row
+        kept: dict[str, torch.Tensor] = {}  # example values for later parts, with a row per token
         parts: dict[str, GraphPart] = {}
         graphs: dict[str, torch.fx.GraphModule] = {}
         for at, segment in enumerate(self._segments):
@@ -192,9 +192,9 @@ class PartsOf:
             axes = (0,) * (len(samples) + len(parameters) + len(takes)) + (None,) * len(constants)
             given = [self._values[tensors[place]].expand(ROWS, *self._values[tensors[place]].shape) for place in parameters]
             given += [kept[key] for key in takes] + [self._values[tensors[place]] for place in constants]
-            like = self._likeness(at, parameters, constants, [*samples, *given])
+            like = self._structure_key(at, parameters, constants, [*samples, *given])
             more: list[torch.Tensor] = []
-            if like in graphs:  # a loop over layers has the same part at each
+            if like in graphs:  # a loop over layers has equal parts at all layers
                 graph, results = graphs[like], graphs[like](*samples, *given)
             else:
                 graph, more, results = traced_on(torch.vmap(of_a_row, in_dims=axes), [*samples, *given], _line_of(segment))
@@ -202,7 +202,7 @@ class PartsOf:
                 graphs[like] = graph
             for result, sample in zip(results, samples, strict=False):
                 if result.shape != sample.shape:
-                    wrong = f"{list(result.shape[1:])} in the place of {list(sample.shape[1:])}"
+                    wrong = f"the shape {list(result.shape[1:])} in place of {list(sample.shape[1:])}"
                     raise ValueError(f"{_line_of(segment)} leaves {wrong} for each token at `{segment.site}`.")
             kept |= dict(zip(self._gives[at], results[len(samples) :], strict=True))
             gives = {key: kept[key][0] for key in self._gives[at]}
@@ -212,9 +212,8 @@ class PartsOf:
             parts[segment.site] = GraphPart(self._name, graph, asked, defaults, others, takes, gives)
         return parts
 
-
-    def _likeness(self, at: int, parameters: list[str], constants: list[str], given: list[torch.Tensor]) -> str:
-        """Return a text that is the same for parts whose graphs are: their nodes, with numbers and names in their order here."""
+    def _structure_key(self, at: int, parameters: list[str], constants: list[str], given: list[torch.Tensor]) -> str:
+        """Return a text that is equal for parts with equal graphs: the nodes, with node numbers and names renumbered in order of use."""
         numbers: dict[int, int] = {}
         names: dict[str, int] = {}
 
@@ -236,19 +235,19 @@ class PartsOf:
 
 
 def _of_state(state: Mapping[str, Any], key: str) -> torch.Tensor:
-    """Return the value that a part gives under this name."""
+    """Return the value in ``state`` that a part gives under the name ``key``, such as ``v3`` or ``v3.0``."""
     name, _, output = key.partition(".")
     found: Any = state[name]
     if isinstance(found, torch.Tensor):
         return found
     if not output:
-        raise ValueError("A part has several values for another one.")
+        raise ValueError("A node with several outputs is used at another location.")
     value: torch.Tensor = found[int(output)]
     return value
 
 
 class _Run(PartsOf):
-    """The parts of a program, and how they are run for rows of tokens."""
+    """The parts of a :class:`GraphProgram`. Each row is one token."""
 
     def __init__(self, program: GraphProgram, widths: Mapping[str, int], dtype: torch.dtype, device: torch.device) -> None:
         job, found = program.job, program.segments
@@ -261,7 +260,7 @@ class _Run(PartsOf):
         return [self._functions[at](leaves[0][None].clone(), None, state)[0]]
 
     def check_rows(self) -> None:
-        """Check that the program does the same to each token alone as to all of them; raise a :class:`ValueError` if not."""
+        """Raise ``ValueError`` unless the program does the same to each token alone as to several tokens in one sequence."""
         state = {f"const {key}": value for key, value in self._values.items()}
         state, *alone = [{key: value.clone() for key, value in state.items()} for _ in range(1 + ROWS)]
         with torch.no_grad():
@@ -278,7 +277,7 @@ class _Run(PartsOf):
                 if together.shape != each.shape or not torch.allclose(together.float(), each.float(), rtol=1e-2, atol=1e-3 * scale):
                     raise ValueError(
                         f"{_line_of(segment)} looks at several positions, or at one by its number. The rows of a step belong to different "
-                        "requests. Use taps, and a block."
+                        "requests. Use taps and a block instead."
                     )
 
 
@@ -287,27 +286,29 @@ def _line_of(segment: Segment) -> str:
 
 
 def _program_of(name: str, given: Any) -> tuple[Program, list[str]]:
-    """Return a program and the names of its parameters."""
+    """Return the program that a user gives, and the names of its parameters; see :meth:`GraphProgram.of`."""
     what, names = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
     program = Program.load(what) if isinstance(what, (str, os.PathLike)) else what
     if not isinstance(name, str) or not name.isidentifier():
-        raise ValueError(f"{name!r} is no name for a program: it has letters, digits and underscores, and begins with no digit.")
+        raise ValueError(f"{name!r} is no name for a program: a name has letters, digits and underscores, and does not begin with a digit.")
     if not isinstance(program, Program):
         raise TypeError(f"programs= is a dict of programs, or files of programs, by name, not {{{name!r}: {describe(given)}}}.")
     program._check_whole()
     inputs = program.inputs
     if names is None:
-        names = [key for key, value in inputs.items() if value.dim() <= 1 and value.is_floating_point() and key not in _TAKEN]
-    wrong = [key for key in names if key not in inputs or key in _TAKEN]
+        names = [key for key, value in inputs.items() if value.dim() <= 1 and value.is_floating_point() and key not in _RESERVED]
+    wrong = [key for key in names if key not in inputs or key in _RESERVED]
     if wrong:
         known = ", ".join(inputs) or "none"
-        why = "steer() has an argument of this name: record the program with another" if wrong[0] in _TAKEN else f"the inputs are: {known}"
+        why = f"the inputs are: {known}"
+        if wrong[0] in _RESERVED:
+            why = "steer() has an argument of this name: record the program with another name"
         raise TypeError(f"programs={{{name!r}: ...}} has no parameter {wrong[0]!r}: {why}.")
     return program, list(names)
 
 
 def _segments(job: Job) -> Sequence[Segment]:
-    """Return the parts of a job up to the last one that edits something; raise if the graph of an engine cannot have them."""
+    """Return the segments of a job up to the last one with an edit. Raise ``InvalidProgramError`` if the graph cannot have them."""
     if job.runs[0]["call"] != "trace" or len({node["block"] for node in job.nodes}) > 1:
         raise InvalidProgramError("it has several invokes, or belongs to `generate`. Record it in `model.trace(...)`, in one block.")
     found = list(segments(job))
@@ -326,7 +327,7 @@ def _segments(job: Job) -> Sequence[Segment]:
             if why is None and node.get("name") in DRAWING:
                 why = "random numbers"
             if why is not None:
-                raise InvalidProgramError(f"line {line} has {why}, which the engine has in another form. Use taps, and a block.")
+                raise InvalidProgramError(f"line {line} has {why}, which a program in an engine cannot use. Use taps and a block instead.")
             if node["do"] == "size" and node["dim"] in (0, 1):
                 raise InvalidProgramError(
                     f"line {line} looks at the number of prompts or of positions. `hidden.unflatten(-1, (heads, size))` and `flatten(-2)` "
@@ -336,5 +337,5 @@ def _segments(job: Job) -> Sequence[Segment]:
 
 
 def _dtype_of(value: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a tensor of a program beside hidden states of ``dtype``; a number keeps its precision."""
+    """Return the dtype of a program's tensor in a graph with hidden states of ``dtype``. Numbers are float32, to keep their precision."""
     return value.dtype if not value.is_floating_point() else dtype if value.dim() else torch.float32

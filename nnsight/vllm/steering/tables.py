@@ -1,8 +1,8 @@
-"""Edits that are the same at every token, so that they need no stop: parameters instead of a block.
+"""Edits that are the same at every token: they are parameters instead of a block, so they need no stop.
 
-``layer.steer(add=..., scale=..., remove=...)`` at the top of a block says what happens to the residual stream after a layer, at
-every token of the request. For a hidden state ``h`` with the directions ``remove`` projected out of it the result is
-``scale * h + add``; as a difference to ``h``::
+``layer.steer(add=..., scale=..., remove=...)`` at the top of a block edits the residual stream after a layer, at every token of the
+request. With the directions ``remove`` projected out of the hidden state ``h``, the result is ``scale * h + add``. As a difference to the
+original ``h``, this is::
 
     h * gain + add + up @ (down @ h)
 
@@ -26,12 +26,12 @@ from .graph_functions import finite, fitted
 from .graph_parts import GraphPart
 from .graph_programs import GraphProgram
 
-#: The name of this part of the graph, which no function or program has.
+#: The name of this part of the graph. No function or program can have it, because it is empty.
 TABLES = ""
 
 
 def tables_part(rank: int, hidden: int, dtype: torch.dtype) -> GraphPart:
-    """Return the part of the graph that adds the sum, for edits that remove up to ``rank`` directions."""
+    """Return the part of the graph that adds this sum, for edits that remove up to ``rank`` directions."""
     shapes = {"add": (hidden,), "gain": (hidden,), "down": (rank, hidden), "up": (rank, hidden)}
     return GraphPart(TABLES, _summed, [*shapes], {name: torch.zeros(shape, dtype=dtype) for name, shape in shapes.items()})
 
@@ -45,23 +45,23 @@ def _summed(hidden: torch.Tensor, add: torch.Tensor, gain: torch.Tensor, down: t
 
 @dataclass(frozen=True)
 class Steering:
-    """The edit of the hidden state after one layer."""
+    """The edit of the hidden state after one layer. See the formula above; tensors are float32 on the CPU."""
 
-    add: torch.Tensor  # added, `[hidden]`
-    gain: torch.Tensor  # factor of the hidden state itself in the difference, `[hidden]`
-    down: torch.Tensor  # directions that are read, `[rank, hidden]`
-    up: torch.Tensor  # what is added for each direction, `[rank, hidden]`
+    add: torch.Tensor  # `[hidden]`
+    gain: torch.Tensor  # the scale minus 1, `[hidden]`
+    down: torch.Tensor  # directions whose coefficients in the hidden state are computed, `[rank, hidden]`
+    up: torch.Tensor  # for each direction, the vector that is multiplied with the coefficient and added, `[rank, hidden]`
     start: int = 0  # first position of the request that is edited
-    #: Parameters of functions that are called on the result, by name; see :mod:`~nnsight.vllm.steering.graph_functions`.
+    #: Parameters of the functions and programs that are called on the result, by name; see :mod:`.graph_functions`.
     functions: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, hidden: int, add: Any, scale: Any, remove: Any, start: int, functions: Any = None) -> Steering:
-        """Return the parameters for arguments of :meth:`LayerEnvoy.steer` and ``hidden`` channels; raise as that does."""
+        """Return the edit for arguments of :meth:`LayerEnvoy.steer` and ``hidden`` channels. Errors are those of that method."""
         if add is None and scale is None and remove is None and not functions:
             raise ValueError("steer() was given nothing to do: pass `add=`, `scale=`, `remove=` or `use=`.")
         if isinstance(start, bool) or not isinstance(start, int):
-            raise TypeError(f"steer(start=...) is a position of the request, an int; not {type(start).__name__}.")
+            raise TypeError(f"steer(start=...) is a position of the request, an int, not {type(start).__name__}.")
         if start < 0:
             raise ValueError(f"steer(start={start}): positions are counted from the start of the prompt, from 0.")
         added = fitted("steer(add=...)", 0.0 if add is None else add, (hidden,))
@@ -71,12 +71,12 @@ class Steering:
 
     @property
     def rank(self) -> int:
-        """How many directions it reads."""
+        """The number of directions that it removes."""
         return self.down.shape[0]
 
     @functools.cached_property
     def digest(self) -> str:
-        """Equal for equal parameters."""
+        """A hash of the parameters, equal for equal edits."""
         parts = [table.numpy().tobytes() for table in (self.add, self.gain, self.down, self.up)]
         for name, parameters in sorted(self.functions.items()):
             parts.append(f"{name}({', '.join(parameters)})".encode())
@@ -91,14 +91,14 @@ class Steering:
         return {**({TABLES: tables} if asks else {}), **self.functions}
 
     def plus(self, other: Steering) -> Steering:
-        """Return this and then ``other``, both at one layer; raise ``ValueError`` if they cannot be one edit."""
+        """Return the edit that does this and then ``other``, at one layer. Raise ``ValueError`` if one edit cannot do both."""
         twice, is_scaled = self.functions.keys() & other.functions.keys(), self.rank or self.gain.any()
         scales_again = (is_scaled or self.add.any()) and (other.rank or other.gain.any())
         if twice or scales_again or self.start != other.start:
             raise ValueError(
                 "steer() was called twice for one layer of a request. Only additions from the same position can follow another edit: "
-                "say everything in one call, `steer(add=..., scale=..., remove=...)`. Different functions and programs may be asked for "
-                "in different calls."
+                "pass everything in one call, `steer(add=..., scale=..., remove=...)`. Different functions and programs may be in "
+                "different calls."
             )
         first = self if is_scaled else other
         return Steering(self.add + other.add, first.gain, first.down, first.up, self.start, {**self.functions, **other.functions})
@@ -112,11 +112,11 @@ def _orthonormal(remove: Any, hidden: int) -> torch.Tensor:
     try:
         return orthonormal(given)
     except ValueError as error:
-        raise ValueError("steer(remove=...) has directions that depend on each other, or a zero: leave them out.") from error
+        raise ValueError("steer(remove=...) has directions that depend on each other, or one that is zero: leave them out.") from error
 
 
 def steering_of(choice: Choice, vectors: Vectors, places: Mapping[int, str], hidden: int, rank: int | None) -> dict[str, Steering]:
-    """Return the edits of hidden states that a request has chosen, by location; ``places`` are the locations by number of the layer.
+    """Return the edits that a request has chosen, by location. ``places`` has the locations by layer number.
 
     Other arguments and errors are those of :meth:`.Choice.at_layers`.
     """
@@ -125,21 +125,21 @@ def steering_of(choice: Choice, vectors: Vectors, places: Mapping[int, str], hid
 
 
 def edits_of(program: GraphProgram, given: Mapping[str, Any], start: int, hidden: int) -> dict[str, Steering]:
-    """Return a program of the graph as edits, by location; ``given`` are parameters of the request. Errors are those of the program."""
+    """Return edits that ask for ``program``, by location. ``given`` and errors are those of :meth:`.GraphProgram.parameters`."""
     asked = {program.name: program.parameters(given)}
     return {f"model.{path}.output": Steering.of(hidden, None, None, None, start, asked) for path in program.modules}
 
 
 def salt_of(steering: Mapping[str, Steering]) -> str:
-    """Return a salt for cached prefixes: equal for requests that are steered alike, and for no others."""
+    """Return a salt for cached prefixes, which is equal exactly for requests with the same edits."""
     parts = sorted(f"{location}={found.digest}" for location, found in steering.items())
     return "nnsight-" + hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 class RowSlots:
-    """Says for each row of a step which entry of the tables applies to it.
+    """The table entry of each row of a step.
 
-    The layers read ``rows``, zeros, int64 ``[tokens]``. Only the first ``filled`` rows may have an entry.
+    ``rows``, which the layers read, has the slots, int64 ``[tokens]``, at first zeros. Only the first ``filled`` rows can be nonzero.
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
@@ -149,10 +149,10 @@ class RowSlots:
         self._entries: Sequence[tuple[int, int, int]] = []
 
     def fill(self, entries: Sequence[tuple[int, int, int]]) -> None:
-        """Set rows to entries, given as the first row, the row behind the last one, and the number of the entry; others to none.
+        """Set the slots of rows. Each entry is ``(first row, end row, slot)``. All other rows get slot 0.
 
-        A device may still run the step before when its rows for this step are copied, and this call does not wait for it. So each call
-        copies from new memory: the allocator of pinned memory gives it to nobody else before it has been copied.
+        The copy to a device is asynchronous, and the device may still run the previous step. So each call copies from new memory. The
+        allocator of pinned memory does not reuse this memory before the copy is done.
         """
         if entries == self._entries:
             return

@@ -1,1 +1,1 @@
-"""What runs inside the worker of an engine: the steps of its model, the rows of each request in them, and the stops for blocks."""
+"""Code that runs inside the worker of an engine: the steps of its model, the rows of each request in a step, and the stops for blocks."""

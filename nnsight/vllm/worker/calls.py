@@ -1,9 +1,9 @@
-"""Modules of the engine that a block calls on values of its own, as in ``model.lm_head(model.model.norm(hidden))``.
+"""Calls of the engine's modules by a block, on values of its own, as in ``model.lm_head(model.model.norm(hidden))``.
 
-A call passes no location, and leaves out what a layout has put into the module. A head, which vLLM applies inside of its sampler
-only, makes logits, ``[tokens, vocabulary]``, as in transformers: without the scale and the cap that some models apply to them.
+Such a call passes no location, and skips the taps, captures and tables of the module. vLLM applies a head only inside of its sampler. Here
+a head returns logits, ``[tokens, vocabulary]``, as in transformers, without the scale and the cap that some models apply to them.
 
-On several devices all ranks make the call if the weights are spread.
+On several devices, all ranks make the call if the weights are spread.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 if TYPE_CHECKING:
     from .requests import RequestRun
 
-#: Why a module cannot be called.
+#: The error message for a call of a module in which the other devices would not take part.
 SPREAD = (
     "A block cannot call a module whose weights are spread over {devices} devices here: the block runs in one process, and the "
-    "others would not answer. Call it after the block has got a value of the model in this step, such as `layer.output`; or make "
-    "the model with `tensor_parallel_size=1`."
+    "other processes do not listen yet. Call the module after the block has got a value of the model in this step, such as "
+    "`layer.output`; or make the model with `tensor_parallel_size=1`."
 )
 
 
 def called(run: RequestRun, path: str, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what the module at ``path`` makes of values of a block of ``run``."""
+    """Call the module at ``path`` on values of a block of ``run``, and return its output."""
     devices = max(getattr(part, "tp_size", 1) for part in module.modules())
     if devices == 1:
         return apply(module, args, kwargs)
@@ -34,20 +34,20 @@ def called(run: RequestRun, path: str, module: torch.nn.Module, args: tuple[Any,
 
 
 def apply(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Apply a module, or the part of it that is on this device."""
-    kind = kind_of(module)
+    """Apply a module, or this device's part of it."""
+    kind = untapped_class(module)
     if is_head(kind) and args and isinstance(args[0], torch.Tensor) and args[0].is_floating_point():
         return _logits(module, *args, **kwargs)
     return kind.forward(module, *args, **kwargs) if kind is not type(module) else module.forward(*args, **kwargs)
 
 
-def kind_of(module: torch.nn.Module) -> Any:
-    """Return the class of ``module`` before it was tapped."""
+def untapped_class(module: torch.nn.Module) -> Any:
+    """Return the class that ``module`` had before it was tapped."""
     return getattr(type(module), "nnsight_base", type(module))
 
 
 def is_head(kind: Any) -> bool:
-    """Whether modules of this class have a row of weights for each token: heads, and embeddings that may be heads too."""
+    """Whether modules of this class have a row of weights for each token of the vocabulary: heads, and embeddings usable as heads."""
     return any(base.__name__ == "VocabParallelEmbedding" for base in kind.__mro__)
 
 

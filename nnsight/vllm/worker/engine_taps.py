@@ -1,16 +1,15 @@
-"""Stops in a compiled engine: an operation in the model's graph that hands a module's output to the blocks.
+"""Taps of a compiled engine: operations in the model's graph that hand the values of modules to blocks.
 
-vLLM compiles the model as one graph, inside of which no Python runs. For each *tapped* module there is an operation in that
-graph, ``nnsight::handoff``. It calls the step of the engine with the module's output, or its input, so any block can work on its
-rows, and everything between two taps stays compiled. Three choices have a reason.
+vLLM compiles the model as one graph, and no Python runs inside of it. For each *tapped* module, the graph gets an operation,
+``nnsight::handoff``. It calls the step of the engine with the module's output or input, so blocks can work on their rows. Everything
+between two taps stays compiled. Three design decisions:
 
-* A tap has to be there before the first forward pass, which vLLM traces; so it is made when the model is loaded. The class of the
-  module is replaced by a subclass of that one class, which dynamo traces as any other. Dynamo would not see hooks.
-* The operation returns nothing and writes to its argument. Where pieces of a graph are replayed (CUDA graphs), the next piece reads
-  from the address that it has always read from, so a new tensor would be ignored. The arguments are copies, because the model may know a
-  value under other names, too.
-* The tapped modules are part of vLLM's configuration (``additional_config``), and so of the key of its compile cache: else vLLM could load
-  the graph of other taps.
+* vLLM traces the first forward pass, so taps are made earlier, when the model is loaded. The class of a tapped module is replaced by a
+  subclass, which dynamo traces like any other class. Dynamo would not see hooks.
+* The operation returns nothing and writes to its argument. With CUDA graphs, each piece of the graph reads from the address that was
+  recorded, so it would ignore a new tensor. The arguments are copies, because the model may have aliases of a value.
+* The tapped modules are part of vLLM's configuration (``additional_config``), and so of the key of its compile cache. Otherwise vLLM could
+  load a graph with other taps.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ from .steps import EngineStep
 #: Name of the operation in vLLM's list of splitting operations.
 HANDOFF = "nnsight::handoff"
 
-#: Part of the key of the compile cache. Raise it with every change of what is put into a graph.
+#: Part of the key of the compile cache. Increment it whenever the code that is put into a graph changes.
 _FORMAT = 8
 
 
 def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
-    """Offer the value with these tensors at ``location``, and write the result into them."""
+    """Offer the value with the tensors ``leaves`` and the structure ``form`` at ``location``, and write the result into ``leaves``."""
     step: Any = active_interleaver()
     if not isinstance(step, EngineStep) or location not in step.waited:
         if isinstance(step, EngineStep):
@@ -60,41 +59,41 @@ define("handoff", "(Tensor(a!)[] leaves, str form, str location) -> ()", _handof
 
 @dataclass(frozen=True)
 class Layout:
-    """What is put into the graph of a compiled model."""
+    """The taps, captures, tables and programs in the graph of a compiled model."""
 
-    taps: tuple[str, ...] = ()  # modules whose output is handed to blocks, as paths or patterns; with `.input` behind them, their input
+    taps: tuple[str, ...] = ()  # modules whose output is handed to blocks, as paths or patterns; with suffix `.input`, their input
     captures: tuple[str, ...] = ()  # likewise, modules whose values are copied for blocks that read them, see `kept_values`
-    edits: tuple[str, ...] = ()  # likewise, layers with tables for edits, see `steering.tables`
-    slots: int = 16  # how many different edits the tables have room for
-    rank: int = 1  # how many directions each edit may remove
+    edits: tuple[str, ...] = ()  # layers with tables for edits, as paths or patterns, see `steering.tables`
+    slots: int = 16  # number of different edits for which the tables have entries
+    rank: int = 1  # most directions that an edit may remove
     functions: tuple[str, ...] = ()  # digests of the functions of these layers, see `steering.graph_functions`
     programs: tuple[str, ...] = ()  # digests of programs, see `steering.graph_programs`
-    programmed: tuple[str, ...] = ()  # the modules at which these have parts
+    programmed: tuple[str, ...] = ()  # modules at which these programs have parts
 
     @property
     def only_tables(self) -> bool:
-        """Whether there are tables for edits, or programs, and nothing that hands values to blocks."""
+        """Whether it has tables for edits, or programs, but no taps or captures, which hand values to blocks."""
         return bool(self.edits or self.programmed) and not self.taps and not self.captures
 
     @property
     def modules(self) -> list[str]:
-        """The modules that it names."""
+        """The paths and patterns of all its modules."""
         places = (*self.taps, *self.captures)
         return [*at_side(places, "input"), *at_side(places, "output"), *self.edits, *self.programmed]
 
     @property
     def description(self) -> dict[str, Any]:
-        """The layout as plain data, which vLLM makes a part of its cache key."""
+        """The layout as plain data, which vLLM includes in the key of its compile cache."""
         return {"format": _FORMAT, **asdict(self)}
 
     @classmethod
     def described(cls, description: Mapping[str, Any]) -> Layout:
-        """Return the layout with this description."""
+        """Return the layout with the given :attr:`description`."""
         return cls(**{name: value for name, value in description.items() if name != "format"})
 
 
 def at_side(places: Iterable[str], side: str) -> list[str]:
-    """Return the modules among ``places`` that are named with a side, ``"input"`` or ``"output"``; the latter is the default."""
+    """Return the paths among ``places`` whose suffix is ``side``, ``"input"`` or ``"output"``. No suffix means ``"output"``."""
     found = []
     for place in places:
         path, _, tail = place.rpartition(".")
@@ -106,19 +105,19 @@ def at_side(places: Iterable[str], side: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Tapped:
-    """A model with what a layout puts into it."""
+    """The parts that a layout has put into a model."""
 
-    locations: list[str]  # where blocks can stop
-    captured: list[str]  # where blocks can read when the model has run
+    locations: list[str]  # locations of taps, at which blocks can stop
+    captured: list[str]  # locations of captures, which blocks can read after the model has run
     captures: KeptValues
     rows: RowSlots
     steered: list[str]  # locations with tables for edits
-    tables: dict[str, Any]  # modules with tables for edits, or parameters of programs, by the location of their output
-    rank: int
+    tables: dict[str, Any]  # modules with tables for edits or for parameters of programs, by the location of their output
+    rank: int  # most directions that an edit may remove
 
 
 def tapped_modules(model: torch.nn.Module, taps: Iterable[str]) -> dict[str, torch.nn.Module]:
-    """Return the modules of ``model`` that ``taps`` name, by path; raise ``ValueError`` if one names no module.
+    """Return the modules of ``model`` that ``taps`` name, by path. Raise ``ValueError`` if a tap names no module.
 
     Taps are paths as in ``named_modules``, or patterns such as ``"model.layers.*"``, in which ``*`` stands for one name.
     """
@@ -134,12 +133,12 @@ def tapped_modules(model: torch.nn.Module, taps: Iterable[str]) -> dict[str, tor
 
 
 def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int, dtype: torch.dtype) -> Tapped:
-    """Put what ``layout`` says into ``model``, which has not run yet, and whose hidden state has ``hidden`` channels of ``dtype``.
+    """Put the parts of ``layout`` into ``model``, which has not run yet. Its hidden state has ``hidden`` channels of ``dtype``.
 
-    ``rows`` are zeros, int64, for the longest step of the engine: the slot of each row, which every layer with tables reads.
+    ``rows`` has the slot of each row, which every layer with tables reads: zeros, int64, with as many rows as the longest step has.
     """
     named: dict[str, str] = {}
-    for operation, places in (("capture", layout.captures), ("handoff", layout.taps)):  # a tap does what a capture does, and more
+    for operation, places in (("capture", layout.captures), ("handoff", layout.taps)):  # a tap takes precedence, because it allows edits
         for side in ("input", "output"):
             for path in tapped_modules(model, at_side(places, side)):
                 named[f"model.{path}.{side}"] = operation
@@ -175,21 +174,21 @@ def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int,
 
 
 def width_of(path: str, module: Any, hidden: int) -> int:
-    """Return the number of channels of a module's output; raise ``ValueError`` if a device has a part of them only."""
+    """Return the number of channels of a module's output. Raise ``ValueError`` if the channels are spread over devices."""
     width = int(getattr(module, "output_size", hidden))
     if columns_of(module) is not None:
-        raise ValueError(f"programs=: `{path}` has a part of its {width} channels on each device, and a program needs all of them.")
+        raise ValueError(f"programs=: each device has only a part of the {width} channels of `{path}`, and a program needs all of them.")
     return width
 
 
-#: Most programs of requests that are kept traced.
-_MOST_PROGRAMS = 64
+#: Most traced programs of requests that are kept in the cache.
+_MAX_PROGRAMS = 64
 
 
-class Stops:
-    """Edits and programs of requests, for the places where an engine with this model runner, configuration and functions stops.
+class StopPrograms:
+    """A cache of the edits and programs of requests that run where the engine stops. Equal edits and programs are the same object.
 
-    Equal ones are one object.
+    ``runner`` is vLLM's model runner, and ``config`` its model configuration. ``functions`` are those of the engine.
     """
 
     def __init__(self, runner: Any, config: Any, functions: Mapping[str, EditFunction]) -> None:
@@ -198,19 +197,19 @@ class Stops:
         self._edits: dict[tuple[str, str, int], StopProgram] = {}
 
     def of_program(self, program: GraphProgram) -> StopProgram:
-        """Return a program, traced; raise ``ValueError`` if it cannot run there."""
+        """Return ``program``, traced for this engine. Raise ``ValueError`` if it cannot run in an engine."""
         known = self._programs.pop(program.digest, None)
         if known is None:
             modules, hidden = tapped_modules(self._runner.get_model(), program.modules), self._config.get_hidden_size()
             widths = {f"model.{path}.output": width_of(path, modules[path], hidden) for path in program.modules}
             known = StopProgram(program.parts(widths, self._config.dtype, self._runner.device), program.digest)
         self._programs[program.digest] = known
-        if len(self._programs) > _MOST_PROGRAMS:
+        if len(self._programs) > _MAX_PROGRAMS:
             del self._programs[next(iter(self._programs))]
         return known
 
     def of_edit(self, location: str, name: str, rank: int) -> StopProgram:
-        """Return the edit by tables, or by the function with this name, of the hidden state at ``location``."""
+        """Return an edit of the hidden state at ``location``: by the function ``name``, or, if that is empty, by the sum of tables."""
         key = (location, name, rank)
         if key not in self._edits:
             dtype, device = self._config.dtype, self._runner.device
@@ -222,24 +221,24 @@ class Stops:
 
 @functools.cache
 def _tapped(base: Any) -> Any:
-    """Return the class of modules ``base`` with a ``forward`` that steers its output, and hands over its input and output."""
+    """Return a subclass of the module class ``base`` whose ``forward`` steers its output, and hands over its input and output."""
     forward_of_base: Callable[..., Any] = base.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.nnsight_takes:
-            args, kwargs = _shown(self, (args, kwargs), self.nnsight_takes, ".input")
+            args, kwargs = _handed_over(self, (args, kwargs), self.nnsight_takes, ".input")
         output = forward_of_base(self, *args, **kwargs)
         if self.nnsight_steers:
             output = edited(self, output)
         if self.nnsight_returns:
-            output = _shown(self, output, self.nnsight_returns, ".output")
+            output = _handed_over(self, output, self.nnsight_returns, ".output")
         return output
 
     return type(f"Tapped{base.__name__}", (base,), {"forward": forward, "nnsight_base": base, "__module__": __name__})
 
 
-def _shown(module: Any, value: Any, operation: str, side: str) -> Any:
-    """Return ``value`` as the blocks leave it. Dynamo traces this."""
+def _handed_over(module: Any, value: Any, operation: str, side: str) -> Any:
+    """Call ``operation`` on ``value``, and return the value as blocks leave it. Dynamo traces this."""
     leaves: list[torch.Tensor] = []
     form = _form_of(value, leaves)
     if not leaves:
@@ -249,14 +248,14 @@ def _shown(module: Any, value: Any, operation: str, side: str) -> Any:
         return value
     leaves = [leaf.clone() for leaf in leaves]
     torch.ops.nnsight.handoff(leaves, form, module.nnsight_path + side)
-    return _filled(value, list(leaves))
+    return _with_leaves(value, list(leaves))
 
 
 def _form_of(value: Any, leaves: list[torch.Tensor]) -> str:
-    """Return the structure of ``value`` as a literal, with an index for each tensor, and add the tensors to ``leaves``.
+    """Return the structure of ``value`` as the text of a Python literal with an index for each tensor. Add the tensors to ``leaves``.
 
-    The operation gets the literal as a constant of the graph, so a graph from a cache has it, too. An item that is neither a tensor
-    nor a container is ``...``: blocks cannot use it.
+    For example, ``(hidden, None)`` has the form ``"(0, None, )"``. The literal is a constant of the graph, so it is also in graphs from
+    vLLM's cache. An item that is neither a tensor nor a container becomes ``...``: blocks cannot use it.
     """
     if isinstance(value, torch.Tensor):
         leaves.append(value)
@@ -270,12 +269,12 @@ def _form_of(value: Any, leaves: list[torch.Tensor]) -> str:
     return "None" if value is None else "..."
 
 
-def _filled(value: Any, leaves: list[torch.Tensor]) -> Any:
-    """Return ``value`` with other tensors, taken in order from ``leaves``."""
+def _with_leaves(value: Any, leaves: list[torch.Tensor]) -> Any:
+    """Return ``value`` with its tensors replaced by ``leaves``, in order. This empties ``leaves``."""
     if isinstance(value, torch.Tensor):
         return leaves.pop(0)
     if type(value) in (tuple, list):
-        return type(value)([_filled(item, leaves) for item in value])
+        return type(value)([_with_leaves(item, leaves) for item in value])
     if type(value) is dict:
-        return {key: _filled(item, leaves) for key, item in value.items()}
+        return {key: _with_leaves(item, leaves) for key, item in value.items()}
     return value

@@ -1,7 +1,7 @@
-"""Where vLLM's model runners are stopped for the requests' blocks.
+"""Hooks in vLLM's model runners, which stop there for the blocks of requests.
 
-A runner's class is replaced by a subclass that stops at three places: before the model runs, where the flat batch is known; before
-sampling, with the logits; and after it, with the tokens. A step without blocks runs as it would without this package. The two
+The class of a runner is replaced by a subclass that stops at three places: before the model runs, when the flat batch is known; before
+sampling, with the logits; and after sampling, with the tokens. A step without blocks runs as it would without this package. The two
 runners of vLLM have these places in different methods:
 
 ========================  ==============================================  ==================================================
@@ -14,8 +14,8 @@ logits are sampled from   ``_sample``                                     the sa
 graphs are recorded       ``_dummy_run``                                  ``_dummy_run`` and ``capture_model``
 ========================  ==============================================  ==================================================
 
-V2 is asynchronous by design: it prepares a step while the one before may still run on the device. What the hooks read or write belongs to
-the device, in the order of its stream, or to one step alone.
+V2 is asynchronous by design: it prepares a step while the previous step may still run on the device. So the hooks use only data of a single
+step, and data on the device, in the order of its stream.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from typing import Any
 import torch
 
 from .bookkeeping import Bookkeeping, batch_of_v1, batch_of_v2
-from .ranks import Alone
+from .ranks import SingleRank
 from .requests import LOGITS
 
 
-def stop(runner: Any, v2: bool) -> None:
-    """Let vLLM's model runner ``runner``, which has no model yet, stop for blocks; ``v2`` says which of the two it is."""
+def install_hooks(runner: Any, v2: bool) -> None:
+    """Make vLLM's model runner ``runner``, which has no model yet, stop for blocks. ``v2`` says whether it is a model runner V2."""
     base = type(runner)
     runner.__class__ = type(base.__name__, (_V2 if v2 else _V1, base), {})
     runner.tree = runner.step = runner.tapped = None
-    runner.link = Alone()
+    runner.link = SingleRank()
     runner.bookkeeping = Bookkeeping(runner)
 
 
-_Runner: Any = object  # a class of vLLM comes behind these
+_Runner: Any = object  # `install_hooks` puts a class of vLLM after these in the method resolution order
 
 
 class _Hooks(_Runner):  # type: ignore[misc]
-    """What measures the model or records graphs: its copies go to the buffers of captures."""
+    """Hooks of both runners. While vLLM measures the model or records CUDA graphs, captures copy into their buffers, too."""
 
     def _dummy_run(self, *args: Any, **kwargs: Any) -> Any:
         with nullcontext() if self.tapped is None else self.tapped.captures.filling():
@@ -55,19 +55,19 @@ class _V1(_Hooks):
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         self.step = None
         self.bookkeeping.follow(scheduler_output)
-        if not self.bookkeeping.attends:
+        if not self.bookkeeping.has_work:
             return super().execute_model(scheduler_output, *args, **kwargs)
         self.scheduled = scheduler_output
         with ExitStack() as self.stack:
             return super().execute_model(scheduler_output, *args, **kwargs)
 
     def _model_forward(self, input_ids: Any = None, positions: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not self.bookkeeping.attends:
+        if not self.bookkeeping.has_work:
             return super()._model_forward(input_ids, positions, *args, **kwargs)
         first: Any = kwargs.get("inputs_embeds") if input_ids is None else input_ids
         total: int = first.shape[0]
         self.step = self.bookkeeping.step(total, *batch_of_v1(self, self.scheduled))
-        self.stack.enter_context(_shown(self))
+        self.stack.enter_context(_offering(self))
         output = super()._model_forward(input_ids, positions, *args, **kwargs)
         _end(self, total)
         return output
@@ -94,9 +94,9 @@ class _V2(_Hooks):
 
     def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
         batch = super().prepare_inputs(*args, **kwargs)
-        if self.bookkeeping.attends:
+        if self.bookkeeping.has_work:
             self.step = self.bookkeeping.step(batch.num_tokens_after_padding, *batch_of_v2(batch))
-            self.stack.enter_context(_shown(self))  # the next module that runs is the model: those with encoders are refused
+            self.stack.enter_context(_offering(self))  # the model runs next, because models with encoders are refused
         return batch
 
     def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
@@ -115,8 +115,8 @@ class _V2(_Hooks):
 
 
 @contextmanager
-def _shown(runner: Any) -> Iterator[None]:
-    """Show values of modules to the blocks of the step, if there are any, inside of this."""
+def _offering(runner: Any) -> Iterator[None]:
+    """Inside of this context, offer the values of modules to the blocks of the step, if it has any."""
     step = runner.step
     if step is None:
         yield
@@ -126,7 +126,7 @@ def _shown(runner: Any) -> Iterator[None]:
 
 
 def _end(runner: Any, total: int) -> None:
-    """Say that the model has run on ``total`` rows, and that the following values have a row for each request."""
+    """After the model has run on ``total`` rows, hand out captured values. From now on, values have one row per request."""
     step = runner.step
     if step is not None:
         if runner.tapped is not None:
@@ -136,19 +136,19 @@ def _end(runner: Any, total: int) -> None:
 
 @contextmanager
 def _stopping_sampler(runner: Any) -> Iterator[None]:
-    """Show the blocks of the step how a model runner V2 computes logits, and offer them the logits before tokens are sampled."""
+    """Inside of this context, offer the values of a model runner V2 while it computes logits, and the logits before it samples."""
     step, sampler = runner.step, runner.sampler
     if step is None:
         yield
         return
     with ExitStack() as shown:
-        shown.enter_context(_shown(runner))
+        shown.enter_context(_offering(runner))
 
-        def stopped(logits: torch.Tensor, batch: Any) -> Any:
+        def sample(logits: torch.Tensor, batch: Any) -> Any:
             shown.close()
             return sampler(step.meet(LOGITS, logits), batch)
 
-        runner.sampler = stopped
+        runner.sampler = sample
         try:
             yield
         finally:

@@ -1,12 +1,11 @@
-"""Values that a compiled engine copies out of its graph, for blocks that only read them.
+"""Captures of a compiled engine: values that it copies out of its graph, for blocks that only read them.
 
-For each module that is *captured* an operation stands in the graph, ``nnsight::capture``. It copies the module's output, or its
-input, into a buffer that stays where it is. When the model has run, the step hands the buffers to the blocks, in the order in which
-the model computed them. So nothing inside the model waits for Python. Where graphs are replayed (CUDA graphs), the copy is one
-of the replayed operations, and the graph is not split for it.
+For each *captured* module, the graph has an operation, ``nnsight::capture``. It copies the module's output or input into a buffer with a
+fixed address. After the model has run, the step hands the buffers to the blocks, in the order in which the model filled them. So the
+model never waits for Python. In a CUDA graph, the copy is one of the replayed operations, and the graph is not split for it.
 
-The price: a block comes too late to edit anything there, which is an error, and the values of all captured modules need memory at the same
-time, for the longest step.
+This has two costs. A block cannot edit a captured value, because the model has already run: an edit is an error. And the buffers of all
+captured modules need memory at the same time, with as many rows as the longest step has.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ from .steps import EngineStep
 
 _library = torch.library.Library("nnsight", "FRAGMENT")
 
-#: The buffers of the engine that is running a step with blocks, or a graph that will be replayed.
-_filled: ContextVar[KeptValues | None] = ContextVar("nnsight_captures", default=None)
+#: The buffers of the engine that currently runs a step with blocks, or records a graph for replay.
+_active: ContextVar[KeptValues | None] = ContextVar("nnsight_captures", default=None)
 
 
 def define(name: str, signature: str, function: Callable[..., None]) -> None:
-    """Make ``function`` the operation ``nnsight::name`` on every device; it returns nothing, and fakes of it do nothing.
+    """Make ``function``, which returns nothing, the operation ``nnsight::name`` on every device. On fake tensors it does nothing.
 
-    An engine calls these operations at every layer of every step, also where no block waits. ``torch.library.custom_op`` would add code for
-    gradients and for tensor versions that takes several times as long as an operation that has nothing to do.
+    An engine calls these operations at every layer of every step, even if no block waits. ``torch.library.custom_op`` would add code for
+    gradients and tensor versions, which takes several times as long as an operation that has nothing to do.
     """
     _library.define(name + signature)
     _library.impl(name, function, "CompositeExplicitAutograd")
@@ -43,9 +42,9 @@ def define(name: str, signature: str, function: Callable[..., None]) -> None:
 def _capture(leaves: list[torch.Tensor], mark: torch.Tensor, form: str, location: str) -> None:
     """Copy the tensors of the value at ``location``, which has the structure ``form``.
 
-    The signature says that ``mark`` is written to, so that compilers keep the operation although it has no result.
+    The signature declares that ``mark`` is written to, so that compilers keep the operation although it has no result.
     """
-    captures = _filled.get()
+    captures = _active.get()
     if captures is not None:
         captures.fill(location, form, leaves)
 
@@ -54,23 +53,23 @@ define("capture", "(Tensor[] leaves, Tensor(a!) mark, str form, str location) ->
 
 
 class KeptValues:
-    """The buffers of an engine, by location, in the order of the model."""
+    """The buffers of the captures of an engine, by location, in the order in which the model fills them."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, tuple[str, list[torch.Tensor]]] = {}
-        self._used: dict[str, tuple[int, list[torch.Tensor]]] = {}  # the rows of the last step, and the parts of the buffers for them
+        self._used: dict[str, tuple[int, list[torch.Tensor]]] = {}  # number of rows, and views of the buffers with these rows
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """Fill the buffers inside of this; outside, only graphs that are replayed fill them."""
-        token = _filled.set(self)
+        """Let captures fill the buffers inside of this context. Outside of it, only replayed graphs fill them."""
+        token = _active.set(self)
         try:
             yield
         finally:
-            _filled.reset(token)
+            _active.reset(token)
 
     def fill(self, location: str, form: str, leaves: list[torch.Tensor]) -> None:
-        """Copy ``leaves`` into the buffers of ``location``. The first step of an engine is its longest, so they need not grow."""
+        """Copy ``leaves`` into the buffers of ``location``. An engine begins with its longest step, so the buffers rarely have to grow."""
         rows, used = self._used.get(location, (-1, []))
         if len(leaves) != 1 or leaves[0].shape[0] != rows:
             buffers = self._buffers.get(location, ("", []))[1]
@@ -83,7 +82,7 @@ class KeptValues:
             part.copy_(leaf)
 
     def hand_out(self, step: EngineStep, rows: int) -> None:
-        """Offer what the model has computed in a step of ``rows`` rows to the blocks that wait for it."""
+        """Offer the captured values of a step of ``rows`` rows to the blocks that wait for them."""
         for location, (form, buffers) in self._buffers.items():
             waited = location in step.waited
             value = value_of(parsed(form), [buffer[:rows] for buffer in buffers]) if waited or step.keeps else None
@@ -98,12 +97,12 @@ class KeptValues:
             part.run.kept.clear()
 
 
-#: Returns the structure that a literal describes, for :func:`value_of`.
+#: Parses the literal of a structure, for :func:`value_of`.
 parsed = functools.cache(ast.literal_eval)
 
 
 def value_of(form: Any, leaves: list[torch.Tensor]) -> Any:
-    """Return a value of the structure ``form``, which has the index of a leaf in place of each tensor."""
+    """Return the value with the structure ``form``, in which each integer is the index of a tensor in ``leaves``."""
     if type(form) is int:
         return leaves[form]
     if type(form) in {tuple, list}:

@@ -1,12 +1,12 @@
-"""An engine on several devices (tensor parallelism): the processes that belong to it.
+"""The processes of an engine on several devices (tensor parallelism).
 
-vLLM's own executor for several devices runs every device in a process of its own and the engine in another. Here the first device stays in
-the user's process, as with one device, so blocks work on the values of the model itself and only parts of tensors are sent; see
-:mod:`~nnsight.vllm.worker.ranks` for what happens in a step. The other devices run in *followers*, processes that this executor starts with
-a new interpreter: the user's script is not run again, so it needs no ``if __name__ == "__main__"``.
+vLLM's own executor for several devices uses a process per device, and another one for the engine. Here the first device stays in the user's
+process, as with one device. So blocks work on the model's own values, and only parts of tensors are sent;
+:mod:`~nnsight.vllm.worker.ranks` describes a step. The other devices run in *followers*, processes that this executor starts with a new
+interpreter. They do not run the user's script again, so it needs no ``if __name__ == "__main__"``.
 
-A follower gets the calls of the executor, one at a time, makes the same call of its own worker, and answers. If an
-answer does not come, or differs from that of this process, the engine has ended: ranks in different states never compute on.
+The executor sends each of its calls to the followers. A follower makes the same call on its own worker, and answers. The engine ends if
+an answer does not come, or if a call fails in only some of the processes: ranks with different states must not continue.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from ..steering.graph_functions import register, registered
 from .ranks import Follower, Group, Leader, send
 from .spread import Spreads
 
-#: How long followers may take to answer after a failure, in seconds.
+#: Seconds that followers have to answer after a failure.
 _PATIENCE = 10.0
 
-#: The program of a follower's interpreter. First of all it gets the leader's search path.
+#: The program of a follower's interpreter. It first receives the search path of the leader.
 _PROGRAM = (
     "import sys; from multiprocessing.connection import Connection; connection = Connection(int(sys.argv[1])); "
     "sys.path[:] = connection.recv(); from nnsight.vllm.worker.parallel import follow; follow(connection)"
 )
 
-#: Calls after which all ranks have to be in the same state.
+#: Methods that make a step. If a call of one fails, it has to fail on all ranks.
 STEPS = frozenset(("execute_model", "sample_tokens"))
 
 
 class WorkerCall(NamedTuple):
-    """A call of a method of all workers, by its name, or as a pickled function that takes the worker."""
+    """A message: call a method of the worker, by name, or a pickled function with the worker as argument."""
 
     method: str | bytes
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    attended: bool  # whether requests with blocks are in the engine
+    attended: bool  # whether the engine has requests with blocks
 
 
 class Answer(NamedTuple):
@@ -67,7 +67,7 @@ class Answer(NamedTuple):
 
 
 class Followers:
-    """The other processes of an engine: ``count`` of them, made from ``start``, with the next ranks and devices."""
+    """The ``count`` follower processes of an engine. They get ``start``, and the ranks after ``rank`` and ``local_rank``."""
 
     def __init__(self, count: int, start: bytes, rank: int, local_rank: int) -> None:
         self.connections: list[Any] = []
@@ -87,7 +87,7 @@ class Followers:
             mine.send((start, rank + number, local_rank + number))
 
     def answers(self, patience: float | None = None) -> list[Answer]:
-        """Return the answer of each; raise ``RuntimeError`` if one has ended, or does not answer within ``patience`` seconds."""
+        """Return the answer of each follower. Raise ``RuntimeError`` if one has ended, or does not answer within ``patience`` seconds."""
         found = []
         until = None if patience is None else time.monotonic() + patience
         for connection, process in zip(self.connections, self._processes, strict=True):
@@ -100,7 +100,7 @@ class Followers:
         return found
 
     def end(self, kill: bool = False) -> None:
-        """Wait for the processes to end, or end them."""
+        """Close the connections and wait for the processes to end. With ``kill``, or after a while, kill them."""
         for connection in self.connections:
             connection.close()
         for process in self._processes:
@@ -115,7 +115,7 @@ class Followers:
 
 
 class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
-    """Runs the first rank in this process, and the others in processes of their own."""
+    """An executor that runs the first rank in this process, and the other ranks in followers."""
 
     def _init_executor(self) -> None:
         processes, size = self.parallel_config.world_size, self.parallel_config.tensor_parallel_size
@@ -150,7 +150,7 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """A step begins when the one before has ended."""
+        """Return false: a step begins when the previous step has ended."""
         return False
 
     def collective_rpc(
@@ -162,7 +162,7 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         non_block: bool = False,
         single_value: bool = False,
     ) -> Any:
-        """Call a method of all workers; see vLLM's ``Executor.collective_rpc``."""
+        """Call a method on all workers; see vLLM's ``Executor.collective_rpc``."""
         future: Future[Any] = Future()
         try:
             results = self._call(method, args, kwargs or {})
@@ -172,7 +172,7 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         return future if non_block else future.result()
 
     def _call(self, method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """Call a method of all workers; return the result of each."""
+        """Call a method on all workers, and return the results, in the order of the ranks."""
         self.check_health()
         attended = self._leader is not None and bool(self.driver_worker.worker.model_runner.bookkeeping.runs)
         if self._leader is not None:
@@ -200,7 +200,7 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         return [result, *(answer.result for answer in answers)]
 
     def _compare(self, method: str | bytes, error: BaseException) -> None:
-        """End the engine unless all ranks have left a call that failed here."""
+        """After a call has failed here with ``error``, end the engine unless all followers answer, and a step has failed on all of them."""
         try:
             answers = self._followers.answers(_PATIENCE)
         except RuntimeError as silence:
@@ -214,12 +214,12 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         self._followers.end(kill=True)
 
     def check_health(self) -> None:
-        """Raise a ``RuntimeError`` with the reason if the engine has ended."""
+        """Raise ``RuntimeError`` with the reason if the engine has ended."""
         if self._ended is not None:
             raise RuntimeError(f"This engine has ended: {self._ended}. Make another one.")
 
     def shutdown(self) -> None:
-        """End the workers, and the other processes."""
+        """End the workers and the follower processes."""
         if self._ended is None:
             self._ended = "it was shut down"
             send(None, self._followers.connections)
@@ -227,29 +227,29 @@ class ParallelExecutor(UniProcExecutor):  # type: ignore[misc]
         self._followers.end()
 
 
-# -- the process of another device ----------------------------------------------------------------------------------------
+# -- the process of a follower --------------------------------------------------------------------------------------------
 
 
 def follow(connection: Any) -> None:
-    """Run a worker until the leader sends ``None``, or has ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader is interrupted, and says so
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    """Run a worker until the leader sends ``None`` or ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C interrupts the leader, which tells the followers
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     try:
-        worker = _answered(connection, _started, connection, *connection.recv())
+        worker = _answer(connection, _start_worker, connection, *connection.recv())
         if worker is not None:
             runner = worker.worker.model_runner
             while (message := connection.recv()) is not None:
-                if isinstance(message, WorkerCall):  # anything else was for a step that this process has abandoned
+                if isinstance(message, WorkerCall):  # other messages belong to a step that this process has abandoned
                     runner.link.attended = message.attended
-                    _answered(connection, _done, worker, message)
+                    _answer(connection, _run_call, worker, message)
             worker.shutdown()
             cleanup_dist_env_and_memory()
     except (EOFError, OSError):
-        os._exit(1)  # without its leader, cleaning up may hang
+        os._exit(1)  # without the leader, a cleanup may hang
 
 
-def _answered(connection: Any, function: Any, *args: Any) -> Any:
-    """Call ``function``, which returns a value and an answer; send the answer, and return the value."""
+def _answer(connection: Any, function: Any, *args: Any) -> Any:
+    """Call ``function``, which returns a value and an answer. Send the answer, or the traceback of an error, and return the value."""
     value = None
     try:
         value, answer = function(*args)
@@ -262,10 +262,10 @@ def _answered(connection: Any, function: Any, *args: Any) -> Any:
     return value
 
 
-def _started(connection: Any, start: bytes, rank: int, local_rank: int) -> tuple[Any, Answer]:
-    """Return a worker with its model; ``start`` has vLLM's configuration, functions, programs, and the place where ranks meet."""
+def _start_worker(connection: Any, start: bytes, rank: int, local_rank: int) -> tuple[Any, Answer]:
+    """Return a worker with a loaded model. ``start`` has vLLM's configuration, functions, programs, and the URL where ranks meet."""
     config, functions, programs, init_method = cloudpickle.loads(start)
-    for found in (*functions, *programs):  # held here until the layers hold them
+    for found in (*functions, *programs):  # the registry has weak references, and these locals last until the layers are made
         register(found)
     worker = WorkerWrapperBase(rpc_rank=rank, global_rank=rank)
     kwargs = {
@@ -287,15 +287,15 @@ def _started(connection: Any, start: bytes, rank: int, local_rank: int) -> tuple
     return worker, Answer()
 
 
-def _done(worker: Any, call: WorkerCall) -> tuple[None, Answer]:
+def _run_call(worker: Any, call: WorkerCall) -> tuple[None, Answer]:
     result = run_method(worker, call.method, call.args, call.kwargs)
     if isinstance(result, AsyncModelRunnerOutput):
         result = result.get_output()
     return None, Answer(None if call.method in STEPS else result)
 
 
-def _end_with(parent: int) -> None:
-    """End this process when its leader ends, even if it waits for the leader inside of a collective operation."""
+def _end_with_parent(parent: int) -> None:
+    """End this process when the leader ends, even while it waits for the leader in a collective operation."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)

@@ -1,19 +1,17 @@
-"""One step of an engine on several devices: one process runs the blocks, and the others keep up.
+"""One step of an engine on several devices: the leader runs the blocks, and followers stop at the same locations.
 
-With tensor parallelism each device belongs to a process of its own, and all run the same modules in the same order. Blocks run in one of
-them only, the *leader*, which is the user's process; so user code runs once, where it would run with one device. The others *follow*:
+With tensor parallelism each device has a process of its own, and all processes run the same modules in the same order. Blocks run only in
+the *leader*, which is the user's process. So user code runs once, in the same process as with one device. The other processes *follow*:
 
 * Before the model runs, the leader sends the locations at which blocks wait. All processes stop there, and nowhere else.
-* At such a location the leader says whether a block wants this occurrence. If so, it gets the parts of spread values
-  (:mod:`~nnsight.vllm.worker.spread`), the blocks work on the whole, and each device is given its part of their changes, with the
-  locations that come next.
-* Captured values of a prompt whose other tokens come in later steps are put together at every location, because nobody knows yet which
-  of them its block will ask for.
-* A block that calls a module whose weights are spread asks the others to make the same call, with what the block gives it.
-* Sampled tokens are always those of the leader: user code may draw random numbers that followers do not draw.
+* At such a location the leader tells whether a block wants this occurrence. If so, the leader gathers the parts of spread values
+  (:mod:`~nnsight.vllm.worker.spread`), the blocks work on whole values, and the leader scatters changes and sends the next locations.
+* If a step has only a part of a prompt, captured values are gathered at every location: which of them its block will ask for is not known.
+* If a block calls a module whose weights are spread, the followers make the same call, with the arguments of the block.
+* Followers use the sampled tokens of the leader: user code may draw random numbers in the leader that followers do not draw.
 
-Followers decide nothing, so no rank can take another decision. Messages go through a connection, tensors through the devices' own group.
-If a block ends a step by an exception that is no error of its request (Ctrl-C), the leader says so, and all abandon the step.
+Followers decide nothing, so the ranks cannot diverge. Messages go through a connection, tensors through vLLM's group of devices. If an
+exception that is no error of a request (Ctrl-C) ends a step in the leader, the leader tells the followers, and all abandon the step.
 """
 
 from __future__ import annotations
@@ -35,28 +33,28 @@ from .requests import LOGITS, SAMPLES
 from .spread import Spread, Spreads
 from .steps import EngineStep, Part
 
-#: The leader's messages at a location: no block wants this occurrence; blocks will work on it; the step is abandoned.
+#: The leader's messages at a location: no block wants this occurrence; blocks work on it; the step is abandoned.
 PASS, WORK, ABANDON = "pass", "work", "abandon"
 
-#: Locations at which only the leader stops: followers get the sampled tokens.
-_OWN = frozenset((LOGITS, SAMPLES))
+#: Locations at which only the leader stops, because followers get the sampled tokens from it.
+_LEADER_ONLY = frozenset((LOGITS, SAMPLES))
 
 _PARTS = (
-    "The value at `{location}` is not the same on all {devices} devices of this engine, and how it is spread is not known. Values that "
+    "The value at `{location}` is not the same on all {devices} devices of this engine, and it is not known how it is spread. These values "
     "can be read as a whole: outputs of column-parallel layers (`qkv_proj`, `gate_up_proj`), inputs of row-parallel layers "
     "(`o_proj`, `down_proj`), and outputs of attention, MLPs and whole layers."
 )
 
 
 def send(message: Any, connections: Iterable[Any]) -> None:
-    """Send ``message`` with tensors by value: torch's own reduction for connections shares memory, which both sides would have to keep."""
+    """Send ``message``, with tensors by value: ``Connection.send`` would share their memory, and both sides would have to keep it."""
     data = pickle.dumps(message)
     for connection in connections:
         connection.send_bytes(data)
 
 
 class ModuleCall(NamedTuple):
-    """A call of the module at ``path`` by a block; in the place of each tensor there is a :class:`Form`, and the tensors follow."""
+    """A message: a block calls the module at ``path``. A :class:`Form` stands for each tensor, and the tensors follow through the group."""
 
     path: str
     args: tuple[Any, ...]
@@ -65,39 +63,39 @@ class ModuleCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """The size and dtype of a tensor that is sent by itself."""
+    """The size and dtype of a tensor that is sent separately."""
 
     size: torch.Size
     dtype: torch.dtype
 
 
 class Abandoned(Exception):
-    """Raised in a follower to leave the step that the leader has left."""
+    """Raised in a follower when the leader has abandoned the step."""
 
 
-class Alone:
+class SingleRank:
     """The only rank of an engine."""
 
     attended = False
 
     def step(self, runner: Any, parts: Sequence[Part], last: EngineStep | None = None) -> EngineStep | None:
-        """Return the step that the model is about to make, or ``None`` if nobody has to stop in it.
+        """Return the step that the model is about to make, or ``None`` if no request has to stop in it.
 
-        It has these ``parts`` of requests with blocks; ``last`` is the step before, if that had the same.
+        ``parts`` are the parts of the requests with blocks. ``last`` is the previous step if it has the same parts and can be reused.
         """
         if last is not None:
             return last.again()
         return EngineStep(parts) if parts else None
 
     def sampled(self, step: EngineStep | None, ids: torch.Tensor) -> torch.Tensor:
-        """Return the sampled tokens, ``[requests, 1]``, as blocks leave them."""
+        """Offer the sampled tokens ``ids``, ``[requests, 1]``, to the blocks, and return the tokens as blocks leave them."""
         return ids if step is None else step.meet(SAMPLES, ids)
 
 
 class Group:
     """Exchanges tensors between the devices of vLLM's tensor-parallel ``group``."""
 
-    #: The methods of the group that modules call.
+    #: The methods of vLLM's group that modules call.
     _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "gather", "broadcast")
 
     def __init__(self, group: Any) -> None:
@@ -106,7 +104,7 @@ class Group:
         self.rank: int = group.rank_in_group
 
     def alike(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether all devices have the same ``tensors``; every rank gets the answer."""
+        """Return whether all devices have the same ``tensors``. Every rank gets the answer."""
         if not tensors:
             return True
         mine = torch.stack([_digest(tensor) for tensor in tensors])
@@ -115,28 +113,28 @@ class Group:
         return all(torch.equal(found[0], other) for other in found[1:])
 
     def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return the tensors of all ranks, at rank 0; elsewhere an empty list."""
+        """Return the tensors of all ranks at rank 0, and an empty list at other ranks."""
         found = [torch.empty_like(tensor).contiguous() for _ in range(self.devices)] if self.rank == 0 else None
         into = None if found is None else [_bytes(part) for part in found]
         torch.distributed.gather(_bytes(tensor), into, dst=self._group.ranks[0], group=self._group.device_group)
         return found or []
 
     def scatter(self, parts: Sequence[torch.Tensor] | None, like: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the ``parts`` at rank 0; it has the form of ``like``."""
+        """Return this rank's item of ``parts``, which rank 0 has. The item has the shape and dtype of ``like``."""
         mine = torch.empty_like(like).contiguous()
         given = None if parts is None else [_bytes(part) for part in parts]
         torch.distributed.scatter(_bytes(mine), given, src=self._group.ranks[0], group=self._group.device_group)
         return mine
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give all ranks what rank 0 has in ``tensor``; return it."""
+        """Return the ``tensor`` of rank 0. Other ranks pass a tensor of the same shape and dtype, whose data may be overwritten."""
         data = _bytes(tensor)
         torch.distributed.broadcast(data, src=self._group.ranks[0], group=self._group.device_group)
         return data.view(tensor.dtype).view(tensor.shape)
 
     @contextmanager
     def closed(self) -> Iterator[None]:
-        """Refuse collective operations of modules inside of this: the other ranks would not take part."""
+        """Refuse collective operations of modules inside of this context, where the other ranks would not take part."""
 
         def refused(*_: Any, **__: Any) -> Any:
             raise NotImplementedError(SPREAD.format(devices=self.devices))
@@ -150,7 +148,7 @@ class Group:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Allow them inside of this, where the other ranks take part."""
+        """Allow collective operations inside of this context, where the other ranks take part."""
         held = {name: vars(self._group)[name] for name in self._COLLECTIVES if name in vars(self._group)}
         self._open()
         try:
@@ -163,8 +161,8 @@ class Group:
             vars(self._group).pop(name, None)
 
 
-class Leader(Alone):
-    """The rank whose process runs the blocks. Its ``attended`` says whether the engine has requests with blocks; followers know it."""
+class Leader(SingleRank):
+    """The rank whose process runs the blocks. ``attended`` says whether the engine has requests with blocks; followers know it, too."""
 
     def __init__(self, connections: Sequence[Any], group: Group, spreads: Spreads) -> None:
         self.tell = functools.partial(send, connections=connections)
@@ -185,7 +183,7 @@ class Leader(Alone):
         return ids
 
     def call(self, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a module makes of values of a block; followers hear of the call and make it too."""
+        """Call the module at ``path`` on values of a block, together with the followers, and return its whole output."""
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, (args, kwargs))
         forms = pytree.tree_map_only(torch.Tensor, lambda tensor: Form(tensor.shape, tensor.dtype), (args, kwargs))
         self.tell(ModuleCall(path, *forms))
@@ -193,11 +191,11 @@ class Leader(Alone):
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, torch.Tensor):
                     self.group.broadcast(leaf)
-            return _made_together(self, path, args, kwargs)
+            return _call_on_all_ranks(self, path, args, kwargs)
 
     @contextmanager
     def serving(self, parts: Iterable[Part]) -> Iterator[None]:
-        """Let the blocks of ``parts`` call modules inside of this, by :meth:`call` only if weights are spread."""
+        """Inside of this context, let the blocks of ``parts`` call modules. Modules with spread weights are called through :meth:`call`."""
         runs = [part.run for part in parts]
         for run in runs:
             run.call_together = self.call
@@ -210,15 +208,15 @@ class Leader(Alone):
 
 
 class _LeaderStep(EngineStep):
-    """A step in which each value is gathered, and its changes are scattered."""
+    """A step of the leader, which gathers each value that blocks want, and scatters their changes."""
 
     def __init__(self, parts: Sequence[Part], leader: Leader, tree: Any) -> None:
         super().__init__(parts)
         self._leader, self._tree = leader, tree
-        self.waited: set[str] = set()  # the same object for the whole step: calls that have begun read it at their end
+        self.waited: set[str] = set()  # updated in place: a call that has begun reads the same set at its end
 
     def announcement(self) -> tuple[set[str], frozenset[str]]:
-        """Return the locations at which all stop next, and the functions whose operations are among them."""
+        """Return the locations at which all ranks stop next, and the paths of the functions whose operations can be among them."""
         self.waited.clear()
         for part in self.parts:
             self.waited.update(part.run.waited, part.run.stops)
@@ -227,7 +225,7 @@ class _LeaderStep(EngineStep):
     def meet(self, location: str, value: Any) -> Any:
         leader = self._leader
         try:
-            if location in _OWN:
+            if location in _LEADER_ONLY:
                 with leader.serving(self.parts):
                     return super().meet(location, value)
             wanting = [part.run for part in self.parts if part.run.wants(location)]
@@ -271,28 +269,28 @@ class _LeaderStep(EngineStep):
         return _with_changes(value, leaves, structure, new)
 
 
-class Follower(Alone):
-    """A rank that runs the model as the leader says; its ``tree`` of modules equals the leader's."""
+class Follower(SingleRank):
+    """A rank that stops where the leader stops. Its ``tree`` of modules equals that of the leader."""
 
     def __init__(self, connection: Any, group: Group, spreads: Spreads, tree: Any) -> None:
         self._connection = connection
         self.group, self.spreads, self.tree = group, spreads, tree
 
     def hear(self) -> Any:
-        """Return the leader's next message, after the calls of modules that it asks for.
+        """Make the calls of modules that the leader asks for, and return its next other message.
 
         Raises:
-            Abandoned: If the leader has left the step.
+            Abandoned: If the leader has abandoned the step.
         """
         while isinstance(message := self._connection.recv(), ModuleCall):
-            with ordinary(), suppress(Exception):  # the leader has the error, too
+            with ordinary(), suppress(Exception):  # the leader raises the same error
                 device = next(self.spreads.module(message.path).parameters()).device
 
                 def received(form: Form, device: torch.device = device) -> torch.Tensor:
                     return self.group.broadcast(torch.empty(form.size, dtype=form.dtype, device=device))
 
                 args, kwargs = pytree.tree_map_only(Form, received, (message.args, message.kwargs))
-                _made_together(self, message.path, args, kwargs)
+                _call_on_all_ranks(self, message.path, args, kwargs)
         if isinstance(message, str) and message == ABANDON:
             raise Abandoned
         return message
@@ -306,7 +304,7 @@ class Follower(Alone):
 
 
 class _FollowerStep(EngineStep):
-    """A step without blocks, which stops where the leader does."""
+    """A step of a follower: it has no blocks, and stops where the leader stops."""
 
     def __init__(self, follower: Follower, announcement: Any) -> None:
         super().__init__([])
@@ -326,7 +324,7 @@ class _FollowerStep(EngineStep):
 
     def meet(self, location: str, value: Any) -> Any:
         follower = self._follower
-        if location in _OWN or follower.hear() == PASS:
+        if location in _LEADER_ONLY or follower.hear() == PASS:
             return value
         leaves, structure = pytree.tree_flatten(value)
         with ordinary():
@@ -338,8 +336,10 @@ class _FollowerStep(EngineStep):
 
 
 def _gathered(rank: Leader | Follower, location: str, leaves: Sequence[Any]) -> tuple[list[Spread | None], bool, list[Any]]:
-    """Return how ``leaves`` are spread, and whether the others are the same on all devices; at the leader also new tensors with all of
-    each leaf."""
+    """Return the spreads of ``leaves``, whether the leaves without a spread are the same on all devices, and the whole leaves.
+
+    Only the leader gets whole leaves, as new tensors; followers get ``leaves``.
+    """
     spreads = rank.spreads.of(location, leaves)
     rest = [leaf for leaf, spread in zip(leaves, spreads, strict=True) if spread is None and isinstance(leaf, torch.Tensor)]
     alike, whole = rank.group.alike(rest), list(leaves)
@@ -348,12 +348,12 @@ def _gathered(rank: Leader | Follower, location: str, leaves: Sequence[Any]) -> 
             parts = rank.group.gather(leaf)
             whole[index] = spread.join(parts) if parts else leaf
         elif isinstance(leaf, torch.Tensor) and rank.group.rank == 0:
-            whole[index] = leaf.clone()  # changes show in the version of a new tensor
+            whole[index] = leaf.clone()  # a clone has its own version, which shows edits
     return spreads, alike, whole
 
 
-def _made_together(rank: Leader | Follower, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what the module at ``path`` makes of whole values, which all ranks have; at the leader the whole of it."""
+def _call_on_all_ranks(rank: Leader | Follower, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call this rank's part of the module at ``path`` on whole values, which all ranks have. The leader returns the whole output."""
     leaves, structure = pytree.tree_flatten((args, kwargs))
     group = rank.group
     given = rank.spreads.parts_of(f"{path}.input", leaves, group.rank, group.devices)
@@ -367,7 +367,7 @@ def _made_together(rank: Leader | Follower, path: str, args: tuple[Any, ...], kw
 
 
 def _with_changes(value: Any, leaves: list[Any], structure: Any, new: dict[tuple[int, bool], torch.Tensor]) -> Any:
-    """Write changes in place into ``leaves``, and return ``value`` with its replacements."""
+    """Return ``value`` with the changes ``new``. Their keys are the index of a leaf, and whether the change edits the leaf in place."""
     changed = list(leaves)
     for (index, in_place), tensor in new.items():
         if in_place:
@@ -378,7 +378,7 @@ def _with_changes(value: Any, leaves: list[Any], structure: Any, new: dict[tuple
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number, int64, that is equal for equal bits."""
+    """Return an int64 checksum of ``tensor``, which is equal for equal bits."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
@@ -386,5 +386,5 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as bytes, which every group of devices can send; without a copy if it is contiguous."""
+    """Return ``tensor`` as bytes, which every group of devices can send. A contiguous tensor is not copied."""
     return tensor.contiguous().reshape(-1).view(torch.uint8)

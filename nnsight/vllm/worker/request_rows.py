@@ -1,10 +1,10 @@
 """The rows of one request in the values of a step.
 
-A step of the engine runs the tokens of all its requests as one flat batch, ``[tokens, hidden]``. Values behind the last layer have one row
-for each request, ``[requests, vocabulary]``. A block gets its rows as a copy, for two reasons. The engine writes to its activations in
-place (fused norms do), so a saved view would change later. And the engine runs in inference mode, whose tensors cannot be used in autograd
-afterwards. When the block moves on, its edits in place are written to the rows, and its replacements become new tensors, so that other
-names of the model for the old ones keep them.
+A step of the engine runs the tokens of all its requests as one flat batch, ``[tokens, hidden]``. Values after the last layer have one row
+per request, ``[requests, vocabulary]``. A block gets its rows as a copy, for two reasons. The engine writes to its activations in place
+(fused norms do), so a saved view would change later. And the engine runs in inference mode, and inference tensors cannot be used in
+autograd later. When the block moves on, its in-place edits are written to the rows of the engine's tensor. Its replacements go into a new
+tensor, so that aliases of the old tensor in the model do not change.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from ...runtime.replacing import Replacements
 
 
 class RequestRows(NamedTuple):
-    """The rows of one request in a flat batch: the first, their number, and the number of all rows, padding included."""
+    """The rows of one request in a batch: first row, number of rows, and number of all rows of the batch, including padding."""
 
     start: int
     size: int
     total: int
 
     def has(self, leaf: Any) -> bool:
-        """Whether ``leaf`` is a tensor with the rows of this batch."""
+        """Whether ``leaf`` is a tensor whose first dimension has the rows of this batch."""
         return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.total
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows in ``tensor``, as a view."""
+        """Return the rows of ``tensor``, as a view."""
         return tensor[self.start : self.start + self.size]
 
 
 @contextmanager
 def ordinary() -> Iterator[None]:
-    """Let blocks have tensors that can be used in autograd later, and record nothing for autograd here."""
+    """Leave inference mode, so that blocks get tensors that autograd can use later; but record nothing for autograd here."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -48,15 +48,15 @@ _ONE = pytree.tree_structure(0)
 
 
 class RowView:
-    """The rows of one request in the value at a location; to be made in :func:`ordinary`.
+    """The rows of one request in the value at a location. Make it inside of :func:`ordinary`.
 
-    ``whole`` is the value of the whole batch, ``earlier`` are values of this request that come before its ``rows``. Its ``value`` has the
-    rows as copies, ordinary tensors.
+    ``whole`` is the value of the whole batch. ``earlier`` are values of this request from earlier steps, for the tokens before ``rows``.
+    The attribute ``value`` has copies of all these rows, as ordinary tensors.
     """
 
     def __init__(self, rows: RequestRows, location: str, whole: Any, earlier: Sequence[Any] = ()) -> None:
         self._rows, self._location, self._whole = rows, location, whole
-        if isinstance(whole, torch.Tensor) and not earlier:  # nearly always
+        if isinstance(whole, torch.Tensor) and not earlier:  # fast path for the usual case
             self._leaves, self._structure = [whole], _ONE
             self.value = self._copy(whole)
             self._given, self._versions = [self.value], [self.value._version]
@@ -68,7 +68,7 @@ class RowView:
             self._given = [
                 torch.cat(pieces) if rows.has(leaf) else pieces[-1] for leaf, pieces in zip(self._leaves, parts, strict=True)
             ]
-        # Copies of the engine's tensors may begin at another version than 0.
+        # The version of a new copy of an engine's tensor need not be 0.
         self._versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in self._given]
         self.value = pytree.tree_unflatten(self._given, self._structure)
 
@@ -78,12 +78,12 @@ class RowView:
         return (self._rows.of(leaf) if self._rows.has(leaf) else leaf).clone()
 
     def _edited(self, index: int) -> bool:
-        """Whether the block edited a leaf in place."""
+        """Whether the block edited leaf ``index`` in place."""
         leaf = self._given[index]
         return isinstance(leaf, torch.Tensor) and leaf._version > self._versions[index]
 
     def is_changed(self, left: Any) -> bool:
-        """Whether the block, which left the value ``left``, edited or replaced something."""
+        """Whether the block edited or replaced something. ``left`` is the value that the block left."""
         if left is self.value and isinstance(left, torch.Tensor):
             return self._edited(0)
         replaced = any(new is not old for new, old in zip(pytree.tree_leaves(left), self._given, strict=True))
@@ -92,8 +92,8 @@ class RowView:
     def put_back(self, left: Any) -> Any:
         """Return the value of the whole batch with the block's changes in its rows.
 
-        The block has left the value ``left``, :attr:`value` if it replaced nothing. If that does not fit, or the block changed a tensor
-        that it shares with other requests, this raises ``ReplacementShapeError``.
+        ``left`` is the value that the block left; it is :attr:`value` itself if the block replaced nothing. This raises
+        ``ReplacementShapeError`` if ``left`` has other shapes, or if the block changed a tensor that it shares with other requests.
         """
         if left is self.value and not self.is_changed(left):
             return self._whole
@@ -120,14 +120,14 @@ class RowView:
 
 
 class RequestReplacements(Replacements):
-    """Checks the replacements of one request, at the user's line; nothing can be replaced at the ``captured`` locations."""
+    """Checks the replacements of one request, at the user's line. At the ``captured`` locations every replacement is an error."""
 
     def __init__(self, captured: Collection[str]) -> None:
         super().__init__()
         self._captured = captured
 
     def __call__(self, location: str, old: Any, new: Any) -> None:
-        """Raise for a replacement of another structure or shape than the request's rows, and of a copy that the model does not use."""
+        """Raise ``ReplacementShapeError`` for another structure or shape, and ``ValueError`` at a captured location."""
         if location in self._captured:
             raise read_only(location)
         super().__call__(location, old, new)
@@ -136,21 +136,20 @@ class RequestReplacements(Replacements):
 
 
 def place_of(location: str) -> str:
-    """Return the name of a location in ``taps=``."""
+    """Return the name that stands for ``location`` in ``taps=``."""
     return location.removeprefix("model.").removesuffix(".output")
 
 
 def read_only(location: str) -> ValueError:
     """Return the error for an edit of a captured value."""
     return ValueError(
-        f"`{location}` was edited, and this engine captures it: its value is copied out of the compiled graph and handed to blocks "
-        f"when the model has run, where an edit comes too late. Make the model with `taps=[..., {place_of(location)!r}]`, or edit a "
-        "clone."
+        f"`{location}` was edited, and this engine captures it: blocks get a copy of the value after the model has run, when an edit "
+        f"comes too late. Make the model with `taps=[..., {place_of(location)!r}]`, or edit a clone."
     )
 
 
 def check_replacement(location: str, old: Any, new: Any) -> None:
-    """Raise a ``ReplacementShapeError`` unless ``new`` fits in place of ``old``."""
+    """Raise ``ReplacementShapeError`` unless ``new`` has the structure and the shapes of ``old``."""
     old_leaves, structure = pytree.tree_flatten(old)
     new_leaves, found = pytree.tree_flatten(new)
     if found != structure:

@@ -1,10 +1,10 @@
 """The residual stream of models that carry it in two parts.
 
-Many models of vLLM keep the output of a layer apart from the hidden state before it: a layer returns ``(hidden, residual)``, and the next
-one adds them inside its first norm. The hidden state of the model, as in transformers, is their sum. :attr:`LayerEnvoy.residual` is
-that sum, to be read, edited in place and replaced; ``.output`` is vLLM's pair.
+Many models of vLLM delay the addition to the residual stream: a layer returns ``(hidden, residual)``, and the next layer adds the two
+inside its first norm. The hidden state of the model, as in transformers, is their sum. :attr:`LayerEnvoy.residual` is this sum, which
+blocks can read, edit in place and replace. ``.output`` is vLLM's pair.
 
-An edit goes back as ``(edited, zeros)``: the next addition then gives the edited sum exactly.
+An edited sum goes back as ``(edited, zeros)``, so that the next addition gives exactly the edited sum.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .requests import RequestRun
 
 
 class _Residual(eproperty):
-    """An eproperty whose view goes back only if the block changed it."""
+    """An eproperty whose value is written back only if the block changed it."""
 
     def __get__(self, owner: Any, owner_type: type | None = None) -> Any:
         if owner is None:
@@ -53,7 +53,7 @@ class ModuleEnvoy(Envoy):
     """A module of the model."""
 
     def __call__(self, *args: Any, hook: bool = False, **kwargs: Any) -> Any:
-        """Call the module on values of the block, see :mod:`~nnsight.vllm.worker.calls`; with ``hook`` as in every trace."""
+        """Call the module on values of the block, see :mod:`~nnsight.vllm.worker.calls`. With ``hook``, do as in other traces."""
         run = active_interleaver()
         if hook or not isinstance(run, RequestRun) or run.current is None:
             return super().__call__(*args, hook=hook, **kwargs)
@@ -68,7 +68,7 @@ class LayerEnvoy(ModuleEnvoy):
 
     @_Residual(key="output", description="hidden state after the layer")
     def residual(self) -> Any:
-        """The residual stream after the layer, ``[tokens, hidden]``: the hidden state that transformers has there.
+        """The residual stream after the layer, ``[tokens, hidden]``: the hidden state that the layer outputs in transformers.
 
         Edit it in place, or assign a replacement of the same shape.
         """
@@ -78,27 +78,27 @@ class LayerEnvoy(ModuleEnvoy):
     ) -> None:
         """Edit the residual stream after this layer, for all tokens of the request; see :mod:`~nnsight.vllm.steering.tables`.
 
-        It stands at the top of a block. In a compiled engine it is a part of the graph, and no Python runs at the layer.
+        Call this at the top of a block. In a compiled engine the edit is a part of the graph, and no Python runs at the layer.
 
         Args:
-            add: Added last, ``[hidden]`` or a number; or the name of a vector in ``model.vectors``.
-            scale: Factor before that, ``[hidden]`` or a number.
-            remove: Direction, or directions, that are projected out first, ``[hidden]`` or ``[directions, hidden]``; or a name.
-            start: First position, counted from the start of the prompt.
-            use: Name of a function that the engine was made with, called on the result; see
+            add: Vector that is added last, ``[hidden]`` or a number; or the name of a vector in ``model.vectors``.
+            scale: Factor that is applied before the addition, ``[hidden]`` or a number.
+            remove: Direction or directions that are projected out first, ``[hidden]`` or ``[directions, hidden]``; or the name of a vector.
+            start: First edited position, counted from the start of the prompt.
+            use: Name of a function that the engine was made with. It is called on the result; see
                 :mod:`~nnsight.vllm.steering.graph_functions`.
             **parameters: Parameters of the function, each a number or a tensor of the shape of its default.
 
         Raises:
-            ValueError: For another size or an unknown name, after the block has read a value, or if a compiled engine has no
-                room for it.
-            TypeError: For an argument that is no number or tensor.
+            ValueError: For a wrong size or an unknown name, if the block has already read a value, or if a compiled engine has no
+                tables, or not enough directions, for the edit.
+            TypeError: For an argument that is no number or tensor, or parameters without ``use``.
         """
         run = running_request()
         add, remove = (self._named(value, run.limits.hidden) for value in (add, remove))
         functions = run.limits.functions
         if use is None and parameters:
-            raise TypeError(f"steer() has no parameter {next(iter(parameters))!r}. Parameters of a function go with its name, `use=`.")
+            raise TypeError(f"steer() has no parameter {next(iter(parameters))!r}. For parameters of a function, pass its name as `use=`.")
         if use is not None and use not in functions:
             names = ", ".join(map(repr, functions)) or "no function"
             raise ValueError(
@@ -109,19 +109,19 @@ class LayerEnvoy(ModuleEnvoy):
         run.steer(f"{self._path}.output", Steering.of(run.limits.hidden, add, scale, remove, start, chosen))
 
     def _named(self, value: Any, hidden: int) -> Any:
-        """Return the direction that ``value`` names; if it is no name, ``value``."""
+        """Return the direction that ``value`` names, or ``value`` itself if it is no name."""
         if not isinstance(value, str):
             return value
         root: Any = next(iter(self._tree.roots))  # all roots share their vectors
         number = layer_number(self._path)
         if number is None:
-            raise ValueError(f"steer({value!r}): `{self._path}` has no number, and directions are kept by the numbers of layers.")
+            raise ValueError(f"steer({value!r}): `{self._path}` has no layer number, and vectors have a direction per layer number.")
         direction: torch.Tensor = root.vectors.direction(value, number, hidden)
         return direction
 
 
 def running_request() -> RequestRun:
-    """Return the run of the request whose block is running; raise ``ValueError`` if no block is running, or not on an engine."""
+    """Return the run of the request whose block is running. Raise ``ValueError`` if no block is running, or none of a vLLM engine."""
     run = running_mediator("steer()").interleaver
     if not isinstance(run, RequestRun):
         raise ValueError("steer() is for traces on a vLLM engine.")
@@ -129,20 +129,20 @@ def running_request() -> RequestRun:
 
 
 def layer_number(path: str) -> int | None:
-    """Return the number of the layer that ``path`` leads to or into; ``None`` if there is none in it."""
+    """Return the number of the layer at ``path`` or around it, or ``None`` if ``path`` has no number."""
     numbers = [int(name) for name in path.split(".") if name.isdecimal()]
     return numbers[-1] if numbers else None
 
 
 def places_of(locations: Iterable[str]) -> dict[int, str]:
-    """Return locations of layers by the numbers of the layers; raise ``ValueError`` if two have one number, or one has none."""
+    """Return locations of layers by layer number. Raise ``ValueError`` if two have the same number, or one has none."""
     places: dict[int, str] = {}
     for location in locations:
         number = layer_number(location)
         if number is None or number in places:
             raise ValueError(
-                f"`{location}` cannot be addressed by a number of a layer"
-                + ("." if number is None else f": `{places[number]}` is {number}, too. Steer it through `layer.steer(...)`.")
+                f"`{location}` cannot be addressed by a layer number"
+                + ("." if number is None else f": `{places[number]}` has the number {number}, too. Use `layer.steer(...)`.")
             )
         places[number] = location
     return places
@@ -156,13 +156,13 @@ def _sum_of(value: Any, location: str) -> torch.Tensor:
         hidden, residual = value
         return hidden.clone() if residual is None else hidden + residual
     raise ValueError(
-        f"`{location}` is no hidden state and no pair `(hidden, residual)`, but a {type(value).__name__}: this layer has no "
+        f"`{location}` is not a hidden state or a pair `(hidden, residual)`, but a {type(value).__name__}, so this layer has no "
         "`.residual`. Use `.output`."
     )
 
 
 def _like(value: Any, hidden: Any) -> Any:
-    """Return ``hidden`` in the form of ``value``, a layer's output."""
+    """Return ``hidden`` in the form of the layer output ``value``: as a tensor, or as a pair whose residual is zero."""
     if isinstance(value, torch.Tensor):
         return hidden
     _, residual = value

@@ -1,13 +1,13 @@
-"""How values are spread over the devices of a tensor-parallel engine, and how the whole is put together.
+"""The spread of values over the devices of a tensor-parallel engine, and the assembly of whole values.
 
-With several devices each has a part of the heads and of the inner channels of a layer. Most values are *alike* on all
-devices: hidden states, outputs of attention and MLP, logits. Those between a column-parallel and a row-parallel layer are
-*spread*: each device has some of the last axis. A merged layer (query, key and value; gate and up) has several values side by side,
-each of them spread for itself, so the parts of each are joined, in the order that a single device has. If there are
-fewer key-value heads than devices, neighbours have the same head, and the whole has it once.
+With several devices, each device has a part of the heads and of the inner channels of a layer. Most values are *alike* on all devices:
+hidden states, outputs of attention and MLP, logits. Values between a column-parallel and a row-parallel layer are *spread*: each device has
+a part of the last axis. A merged layer (query, key and value; gate and up) outputs several values side by side, and each of them is spread
+separately. So the parts of each value are joined, in the order of a single device. If there are fewer key-value heads than devices,
+neighbouring devices have the same head, and the whole value has it once.
 
-The kind of a module says which of its values are spread. Everywhere else devices compare their values before a block sees them, so
-a part is never taken for the whole: see :meth:`Spreads.of`.
+The class of a module determines which of its values are spread. All other values are compared between the devices before a block sees
+them, so a block never gets a part in place of a whole value: see :meth:`Spreads.of`.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from typing import Any
 
 import torch
 
-from .calls import kind_of
+from .calls import untapped_class
 
 _ACTIVATIONS = ("vllm.model_executor.layers.activation", "torch.nn.modules.activation")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """How the last axis of a value is spread."""
+    """The spread of the last axis of a value over devices."""
 
-    #: For each of the values side by side: how many channels a device has, and how many neighbours have the same.
+    #: For each of the values side by side: the number of channels per device, and how many neighbouring devices have the same channels.
     segments: tuple[tuple[int, int], ...]
 
     @property
     def width(self) -> int:
-        """Channels of one device."""
+        """The number of channels of one device."""
         return sum(width for width, _ in self.segments)
 
     def whole_width(self, devices: int) -> int:
-        """Return the number of channels of all ``devices``."""
+        """Return the number of channels of the whole value on ``devices`` devices."""
         return sum(width * devices // copies for width, copies in self.segments)
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the whole of the ``parts`` of all devices, in their order."""
+        """Join the ``parts`` of all devices, in the order of the devices, to the whole value."""
         pieces, start = [], 0
         for width, copies in self.segments:
             pieces += [part[..., start : start + width] for part in parts[::copies]]
@@ -48,7 +48,7 @@ class Spread:
         return torch.cat(pieces, -1)
 
     def part(self, whole: torch.Tensor, rank: int, devices: int) -> torch.Tensor:
-        """Return the part that device ``rank`` of ``devices`` has of ``whole``."""
+        """Return the part of ``whole`` that belongs to device ``rank`` of ``devices``."""
         pieces, start = [], 0
         for width, copies in self.segments:
             mine = start + rank // copies * width
@@ -58,7 +58,7 @@ class Spread:
 
 
 class Spreads:
-    """Knows which values of ``model``, the model of one device, are spread."""
+    """The spreads of the values of ``model``, which is the model of one device."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._modules = {f"model.{name}" if name else "model": module for name, module in model.named_modules()}
@@ -68,7 +68,7 @@ class Spreads:
         return self._modules[path]
 
     def parts_of(self, location: str, leaves: Sequence[Any], rank: int, devices: int) -> list[Any]:
-        """Return ``leaves``, whole values at ``location``, with the part of device ``rank`` in the place of each that is spread there."""
+        """Return ``leaves``, whole values at ``location``, with each spread value replaced by the part of device ``rank``."""
         path, _, side = location.rpartition(".")
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         found = list(leaves)
@@ -78,9 +78,9 @@ class Spreads:
         return found
 
     def of(self, location: str, leaves: Sequence[Any]) -> list[Spread | None]:
-        """Return how each of ``leaves``, the parts of a value at ``location``, is spread.
+        """Return the spread of each of ``leaves``, this device's tensors of the value at ``location``.
 
-        ``None`` is for a leaf without a rule: it has to be alike on all devices.
+        The spread is ``None`` for a leaf without a rule, which has to be alike on all devices.
         """
         path, _, side = location.rpartition(".")
         module = self._modules.get(path)
@@ -89,23 +89,24 @@ class Spreads:
             return found
         tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.dim()]
         for index, spread in zip(tensors, self._rules(module, path, side, len(tensors)), strict=False):
-            # A rule does not apply to values of another width.
+            # A value of another width is not spread by this rule, and is compared between devices.
             if spread is not None and leaves[index].shape[-1] == spread.width:
                 found[index] = spread
-        if not any(found) and kind_of(module).__module__ in _ACTIVATIONS and (region := self._region(path)) is not None:
-            width = region.input_size_per_partition
+        is_activation = untapped_class(module).__module__ in _ACTIVATIONS
+        if not any(found) and is_activation and (sibling := self._row_parallel_sibling(path)) is not None:
+            width = sibling.input_size_per_partition
             choices = {width: Spread(((width, 1),)), 2 * width: Spread(((width, 1), (width, 1)))}
             for index in tensors:
                 found[index] = choices.get(leaves[index].shape[-1])
         return found
 
     def _rules(self, module: Any, path: str, side: str, count: int) -> list[Spread | None]:
-        """Return how the first tensors at a side of ``module`` are spread, by its kind."""
+        """Return the spreads of the first tensors in the input or output (``side``) of ``module``, according to its class."""
         from vllm.model_executor.layers.attention import Attention
         from vllm.model_executor.layers.linear import RowParallelLinear
         from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
 
-        kind = kind_of(module)
+        kind = untapped_class(module)
         column = columns_of(module)
         if column is not None:
             return [column] * count if side == "output" else []
@@ -128,11 +129,11 @@ class Spreads:
         parent = self._modules.get(path.rpartition(".")[0])
         return [] if parent is None else list(parent.children())
 
-    def _region(self, path: str) -> Any:
-        """Return the row-parallel layer beside the module at ``path``, whose input is spread; ``None`` if there is none."""
+    def _row_parallel_sibling(self, path: str) -> Any:
+        """Return the sibling of the module at ``path`` that is a row-parallel layer with spread input, or ``None``."""
         from vllm.model_executor.layers.linear import RowParallelLinear
 
-        return next((found for found in self._siblings(path) if kind_of(found) is RowParallelLinear and _is_parallel(found)), None)
+        return next((found for found in self._siblings(path) if untapped_class(found) is RowParallelLinear and _is_parallel(found)), None)
 
 
 def _is_parallel(module: Any) -> bool:
@@ -140,10 +141,10 @@ def _is_parallel(module: Any) -> bool:
 
 
 def columns_of(module: Any) -> Spread | None:
-    """Return how the output of ``module`` is spread if it is a column-parallel layer."""
+    """Return the spread of the output of ``module`` if it is a column-parallel layer whose output is spread, otherwise ``None``."""
     from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear
 
-    kind = kind_of(module)
+    kind = untapped_class(module)
     if kind not in (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear):
         return None
     if module.tp_size == 1 or module.gather_output:

@@ -1,8 +1,8 @@
-"""Edits and programs of requests, run where the engine stops: one call for all requests that ask for the same.
+"""Edits and programs of requests that run where the engine stops, in one call for all requests with the same program.
 
-At a stop, the rows of the requests that ask for a part are gathered, the part is called on them, and the new hidden states are written
-back. The parameters of a request are rows of tables, which hold as long as the batch is the same. Values for later stops wait with the
-step. No Python of a block runs.
+At a stop, this module gathers the rows of the requests that ask for a part, calls the part on them, and writes the new hidden states back.
+The parameters of all requests are joined to tensors with one row for each gathered row. These tensors stay valid until the batch changes.
+The step keeps the values that a part computes for later stops. No Python of a block runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StopProgram:
-    """A program, or an edit at one location, with its parts by location; ``digest`` is that of a program."""
+    """A program, or an edit at one location, with its parts by location. A program has a ``digest``."""
 
     parts: Mapping[str, GraphPart]
     digest: str = ""
@@ -34,7 +34,7 @@ class StopProgram:
 
 @dataclass(frozen=True, eq=False)
 class BlockProgram(StopProgram):
-    """What blocks that are parked do in a step, as it was ``recorded``."""
+    """The program that parked blocks run in a step, made from the recording ``recorded``."""
 
     recorded: StepProgram | None = None
 
@@ -45,7 +45,7 @@ class BlockProgram(StopProgram):
 
 @dataclass(frozen=True, eq=False)
 class ProgramUse:
-    """A program that a request runs, with its parameters, from position ``start`` on; ``steps`` are those of the block that it does."""
+    """A program that a request runs from position ``start`` on, with its parameters. If it replaces a parked block, ``steps`` is set."""
 
     program: StopProgram
     parameters: Mapping[str, torch.Tensor]
@@ -54,7 +54,7 @@ class ProgramUse:
 
 
 class _Group:
-    """The requests of a step that run one program: their rows and parameters, and the values for later stops."""
+    """The requests of a step that run one program, with their rows and parameters, and with the values that later stops need."""
 
     def __init__(self, program: StopProgram) -> None:
         self.program = program
@@ -65,7 +65,7 @@ class _Group:
         self._kept: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Find the rows of this step: those from the first position on."""
+        """Find the rows of this step that each request edits: the rows at its position ``start`` and behind."""
         self._kept = {}
         spans = []
         for part, use in self.members:
@@ -75,7 +75,7 @@ class _Group:
             self._spans, self._rows = spans, None
 
     def _fill(self, device: torch.device) -> torch.Tensor:
-        """Make the numbers of the rows, and the parameters of each of them."""
+        """Make the index of the rows, and the parameters with one row for each. Return the index."""
         assert self._spans is not None
         rows = torch.cat([torch.arange(start, start + size) for start, size in self._spans])
         counts = torch.tensor([size for _, size in self._spans])
@@ -88,7 +88,7 @@ class _Group:
         return self._rows
 
     def run(self, location: str, value: Any, sampling: bool) -> Any:
-        """Return ``value`` with the new hidden states of its rows; ``sampling`` says whether it has one row for each request."""
+        """Return ``value`` with the new hidden states in the rows of the group. With ``sampling``, ``value`` has one row per request."""
         pair = not isinstance(value, torch.Tensor)
         first = (value[0] if pair else value).clone()
         residual = value[1] if pair and is_layer(module_of(location)) else None
@@ -98,12 +98,12 @@ class _Group:
         mine = first[rows]
         beside = None if residual is None else residual[rows]
         hidden = mine if beside is None else mine + beside
-        (new,) = self._made(location, [hidden])
+        (new,) = self._run_part(location, [hidden])
         first[rows] = new if beside is None else mine + (new - hidden)
         return (first, *value[1:]) if pair else first
 
-    def _made(self, location: str, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return what its part makes of the tensors of its rows; keep the values for later parts."""
+    def _run_part(self, location: str, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the part at ``location`` on ``leaves``, tensors with the rows of this group, and keep the values that later parts need."""
         part = self.program.parts[location]
         found = part(*leaves, *(self._parameters[name] for name in part.parameters), *(self._kept[name] for name in part.takes))
         self._kept |= dict(zip(part.gives or (), found[len(leaves) :], strict=True))
@@ -111,10 +111,10 @@ class _Group:
 
 
 class _BlockGroup(_Group):
-    """The requests of a step whose blocks do the same, each with one row."""
+    """The requests of a step whose parked blocks have the same program. Each has one row."""
 
     program: BlockProgram
-    _versions = 0  # of the parameters, which Python of other requests may edit in the same step
+    _versions = 0  # sum of the versions of the parameters, which the Python of other requests may edit in the same step
 
     def run(self, location: str, value: Any, sampling: bool) -> Any:
         recorded = self.program.recorded
@@ -126,13 +126,13 @@ class _BlockGroup(_Group):
             self._versions = versions
             device = self._fill(leaves[places[0]].device).device
             starts = [[part.tokens.start, part.request.start] for part, _ in self.members]
-            self._of_both = [_indices(numbers, device) for numbers in zip(*starts, strict=True)]
-        rows = self._of_both[sampling]
+            self._rows_by_kind = [_indices(numbers, device) for numbers in zip(*starts, strict=True)]
+        rows = self._rows_by_kind[sampling]
         first = self.members[0][0]
         total = (first.request if sampling else first.tokens).total
         if any(len(leaves[place]) != total for place in places):
-            raise ValueError(f"`{location}` has a tensor with other rows than those of the step.")
-        new = self._made(location, [leaves[place][rows].clone() for place in places])
+            raise ValueError(f"`{location}` has a tensor whose first dimension is not the {total} rows of the step.")
+        new = self._run_part(location, [leaves[place][rows].clone() for place in places])
         for number in recorded.edited.get(location, ()):
             leaf = leaves[places[number]]
             with torch.inference_mode(leaf.is_inference()):
@@ -148,7 +148,7 @@ class _BlockGroup(_Group):
 
 
 def _indices(numbers: Sequence[int], device: torch.device) -> Any:
-    """Return an index of these rows: a slice, if they follow one another."""
+    """Return an index of these rows: a slice if they are consecutive, otherwise a tensor."""
     first = numbers[0]
     if list(numbers) == list(range(first, first + len(numbers))):
         return slice(first, first + len(numbers))
@@ -156,14 +156,14 @@ def _indices(numbers: Sequence[int], device: torch.device) -> Any:
 
 
 class StepPrograms:
-    """The programs of the requests in a step; ``locations`` are where they stop."""
+    """The programs of the requests in a step. ``locations`` has all locations of their parts."""
 
     def __init__(self, parts: Iterable[Part]) -> None:
         groups: dict[tuple[int, StopProgram], _Group] = {}
         for part in parts:
             before: Counter[str] = Counter()
             for use in part.run.uses:
-                # How many come before it at its locations: requests may have the same programs in different orders.
+                # How many programs of the request come before it at its locations: two requests may order the same programs differently.
                 number = max(before[location] for location in use.program.parts)
                 before |= Counter(dict.fromkeys(use.program.parts, number + 1))
                 kind = _BlockGroup if use.steps is not None else _Group
@@ -178,7 +178,7 @@ class StepPrograms:
             group.begin()
 
     def run(self, location: str, value: Any, sampling: bool) -> Any:
-        """Return ``value`` as the programs leave it; a program that fails ends its requests. See :meth:`_Group.run`."""
+        """Run the programs at ``location``, and return ``value`` with their changes; see :meth:`_Group.run`. Errors end the requests."""
         for group in self._groups:
             if location not in group.program.parts:
                 continue

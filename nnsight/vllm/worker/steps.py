@@ -1,7 +1,7 @@
-"""One step of the engine, for the interception of module calls.
+"""One step of the engine, as the active run of intercepted module calls.
 
-While the engine runs the model, the active run is an :class:`EngineStep`. It has no blocks itself: it hands each value on to the
-runs of the requests that have rows in the step.
+While the engine runs the model, the active run is an :class:`EngineStep`. A step has no blocks of its own. It passes each value to the runs
+of the requests that have rows in the step.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ class Part(NamedTuple):
     """The part of one request in a step."""
 
     run: RequestRun
-    tokens: RequestRows  # of the flat batch
-    request: RequestRows  # of values that have one row for each request
-    ends: bool = True  # whether these are the last tokens before the next one is sampled; else the rows are kept until those come
+    tokens: RequestRows  # its rows of the flat batch
+    request: RequestRows  # its row of values with one row per request
+    ends: bool = True  # whether a token is sampled after these rows; if not, captured rows are kept until a later step has the rest
 
 
 class EngineStep:
-    """The active run of intercepted calls, in a step with these parts of requests with blocks."""
+    """The active run of intercepted calls during a step. ``parts`` are the parts of the requests with blocks."""
 
-    current = None  # no block runs: the model does
-    skips: dict[str, Any] = {}  # noqa: RUF012 - no module can be skipped, so it is never written to
+    current = None  # the model runs, and no block
+    skips: dict[str, Any] = {}  # noqa: RUF012 - never written to, because no module can be skipped
 
     def __init__(self, parts: Iterable[Part]) -> None:
         given = list(parts)
         self.parts = [part for part in given if part.ends]
-        #: Parts of requests whose other tokens come in later steps. Followers have none; the leader tells them whether there are any.
+        #: Parts of requests whose remaining tokens come in later steps. Followers have no parts: the leader sends them ``keeps``.
         self.kept = [part for part in given if not part.ends]
         self.keeps = bool(self.kept)
         self.programs = StepPrograms(part for part in given if part.run.uses)
@@ -45,14 +45,14 @@ class EngineStep:
         self._sampling = False
 
     def again(self) -> Self:
-        """Return this step for the next one, with the same rows one position further."""
+        """Reuse this step as the next one, with the same rows one position further."""
         self._sampling = False
         self.programs.begin()
         return self
 
     def settle(self) -> bool:
-        """Let blocks go on as programs, or as Python again; return whether one has changed."""
-        return any([part.run.settle(part.tokens.size == 1 and part.ends) for part in self.parts])  # noqa: C419 - each of them is to settle
+        """Park blocks whose next step a program can run, and resume other parked blocks. Return whether any block has changed."""
+        return any([part.run.settle(part.tokens.size == 1 and part.ends) for part in self.parts])  # noqa: C419 - every part has to settle
 
     @property
     def mediators(self) -> list[Any]:
@@ -60,11 +60,11 @@ class EngineStep:
         return [mediator for part in self.parts for mediator in part.run.mediators]
 
     def rows_are_requests(self) -> None:
-        """Say that the following values have one row for each request."""
+        """From now on, values have one row per request."""
         self._sampling = True
 
     def meet(self, location: str, value: Any) -> Any:
-        """Offer ``value`` to every request; return it with their changes."""
+        """Offer ``value`` to every request, and return it with their changes."""
         if location not in self.waited:
             self.counts[location] = 1
             return value
@@ -77,13 +77,13 @@ class EngineStep:
         return value
 
     def keep(self, location: str, value: Any) -> None:
-        """Keep the rows of a captured ``value`` for requests whose other tokens come in later steps; ``None`` if it is not available."""
+        """Keep the rows of a captured ``value`` (``None`` if unavailable) for requests whose remaining tokens come in later steps."""
         for part in self.kept:
             part.run.keep(location, value, part.tokens)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Let intercepted calls find this step."""
+        """Make this step the active run inside of this context."""
         token = active_run.set(self)  # type: ignore[arg-type]
         try:
             yield
@@ -92,7 +92,7 @@ class EngineStep:
 
 
 class _Counts:
-    """The part of a dict that intercepted calls use to count: an assignment counts one more occurrence for every request."""
+    """A stand-in for the dict of counts that intercepted calls update. Each assignment counts one occurrence for every request."""
 
     def __init__(self, parts: list[Part]) -> None:
         self._counts = [part.run.counts for part in parts]
@@ -106,14 +106,14 @@ class _Counts:
 
 
 class _Waited:
-    """The locations for which one of the requests waits, or where it is steered."""
+    """The locations at which the engine has to stop for a request: its block waits there, or a program runs there."""
 
     def __init__(self, parts: list[Part]) -> None:
         self._waited: list[Any] = [part.run.waited for part in parts]
         self._waited += [part.run.stops for part in parts if part.run.stops]
 
     def __contains__(self, location: object) -> bool:
-        for waited in self._waited:  # noqa: SIM110 - asked at every module, and a generator takes twice as long
+        for waited in self._waited:  # noqa: SIM110 - called at every module, and a generator takes twice as long
             if location in waited:
                 return True
         return False

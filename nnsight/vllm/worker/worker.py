@@ -1,7 +1,7 @@
-"""vLLM's worker with a model runner that knows the runs of requests.
+"""vLLM's worker, with a model runner that stops for the blocks of requests.
 
-vLLM is told the class by name (``worker_cls``). The worker makes its own model runner, which then stops for blocks. When the model is
-loaded, taps, captures and tables are put into it.
+vLLM gets the name of the class as ``worker_cls``. After vLLM's worker has made its model runner, this class installs hooks into it. After
+the model has been loaded, this class puts taps, captures and tables into the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..steering.graph_functions import register
 from ..steering.graph_parts import write
 from ..steering.graph_programs import GraphProgram
 from .engine_taps import Layout, tap
-from .hooks import stop
+from .hooks import install_hooks
 from .runner import check
 
 if current_platform.is_cpu():
@@ -27,21 +27,21 @@ else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
-#: The parts of the graph that edits ask for, with the parameters of each, by location.
+#: Parameters of edits: by location, by name of the part of the graph, by name of the parameter.
 Asked = Mapping[str, Mapping[str, Mapping[str, torch.Tensor]]]
 
 
 def packed(asked: Asked) -> bytes:
-    """Return edits for :meth:`Worker.nnsight_write` of another process: a safetensors file, which is data only."""
+    """Return edits as safetensors data, which :meth:`Worker.nnsight_write` accepts from another process: it contains no code."""
     tensors = {f"{location}|{part}|": torch.zeros(0) for location, parts in asked.items() for part in parts}
     for location, parts in asked.items():
         for part, parameters in parts.items():
-            tensors |= {f"{location}|{part}|{name}": value.clone() for name, value in parameters.items()}  # none shares memory
+            tensors |= {f"{location}|{part}|{name}": value.clone() for name, value in parameters.items()}  # no shared memory
     return save({key: tensor.contiguous() for key, tensor in tensors.items()})
 
 
 def unpacked(data: bytes) -> Asked:
-    """Return the edits that :func:`packed` was given."""
+    """Return the edits in data that :func:`packed` returned."""
     found: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
     for key, value in load(data).items():
         location, part, name = key.split("|")
@@ -50,15 +50,15 @@ def unpacked(data: bytes) -> Asked:
 
 
 class Worker(PlatformWorker):  # type: ignore[misc]
-    """A worker whose model runner offers the values of a step to the requests' blocks."""
+    """A worker whose model runner offers the values of a step to the blocks of the requests."""
 
-    #: Whether the model has tables where it is not compiled, too.
+    #: Whether the model gets taps, captures and tables even if it is not compiled.
     always_tapped = False
 
     def init_device(self) -> None:
         check(self.vllm_config, self._layout().only_tables)
         super().init_device()
-        stop(self.model_runner, self.vllm_config.use_v2_model_runner)
+        install_hooks(self.model_runner, self.vllm_config.use_v2_model_runner)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -76,20 +76,20 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         return list(self.model_runner.tapped.steered)
 
     def nnsight_write(self, slot: int, edits: Asked | bytes) -> None:
-        """Write edits, or :func:`packed` edits, to the entry ``slot`` of all tables."""
+        """Write edits, or the result of :func:`packed`, to the entry ``slot`` of all tables."""
         asked = unpacked(edits) if isinstance(edits, bytes) else edits
         for location, module in self.model_runner.tapped.tables.items():
             write(module, slot, asked.get(location, {}))
 
 
 class ServingWorker(Worker):
-    """The worker of a server, in another process, where no block steers between modules. It reads programs from their files."""
+    """The worker of a server, in a process of its own: it reads programs from their files, and edits always go through tables."""
 
     always_tapped = True
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         files = self.vllm_config.additional_config["nnsight_programs"]
-        programs = [GraphProgram.of(name, path) for name, path in files.items()]  # held until they are found
+        programs = [GraphProgram.of(name, path) for name, path in files.items()]  # the registry has weak references only
         found = set(map(register, programs))
         if found != set(self._layout().programs):
             raise ValueError("A file of --programs has changed since the server was started.")

@@ -68,11 +68,11 @@ _SHARING = frozenset("_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_c
 #: Operators that may fail because of values, or that check their arguments more strictly on real tensors than on fakes.
 FAILING = frozenset(
     "assert_async bernoulli binary_cross_entropy bincount binomial cholesky cholesky_inverse cholesky_solve cross_entropy embedding "
-    "embedding_bag embedding_renorm gather histc histogram histogramdd index index_add index_copy index_fill index_put index_reduce index_select inverse log_softmax "
-    "logdet lu_solve lu_unpack masked_scatter masked_select matrix_power max_unpool1d max_unpool2d max_unpool3d multi_margin_loss "
-    "multilabel_margin_loss multinomial nanquantile nll_loss normal one_hot pca_lowrank pinverse poisson put quantile "
-    "repeat_interleave scatter scatter_add scatter_reduce searchsorted segment_reduce select_scatter slogdet softmax svd svd_lowrank "
-    "take take_along_dim".split()
+    "embedding_bag embedding_renorm gather histc histogram histogramdd index index_add index_copy index_fill index_put index_reduce "
+    "index_select inverse log_softmax logdet lu_solve lu_unpack masked_scatter masked_select matrix_power max_unpool1d max_unpool2d "
+    "max_unpool3d multi_margin_loss multilabel_margin_loss multinomial nanquantile nll_loss normal one_hot pca_lowrank pinverse poisson "
+    "put quantile repeat_interleave scatter scatter_add scatter_reduce searchsorted segment_reduce select_scatter slogdet softmax svd "
+    "svd_lowrank take take_along_dim".split()
 )
 
 #: Divisions that raise an error on the CPU where they divide an integer by zero. ``div`` does so only with a rounding mode.

@@ -67,13 +67,16 @@ _SHARING = frozenset("_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_c
 
 #: Operators that may fail because of values, or that check their arguments more strictly on real tensors than on fakes.
 FAILING = frozenset(
-    "bernoulli binary_cross_entropy bincount binomial cholesky cholesky_inverse cholesky_solve cross_entropy embedding embedding_bag "
-    "gather histc histogram histogramdd index index_add index_copy index_fill index_put index_reduce index_select inverse log_softmax "
-    "logdet lu_solve lu_unpack masked_scatter masked_select matrix_power max_unpool1d max_unpool2d max_unpool3d multi_margin_loss "
-    "multilabel_margin_loss multinomial nanquantile nll_loss normal one_hot pca_lowrank pinverse poisson put quantile "
-    "repeat_interleave scatter scatter_add scatter_reduce searchsorted segment_reduce select_scatter slogdet softmax svd svd_lowrank "
-    "take take_along_dim".split()
+    "assert_async bernoulli binary_cross_entropy bincount binomial cholesky cholesky_inverse cholesky_solve cross_entropy embedding "
+    "embedding_bag embedding_renorm gather histc histogram histogramdd index index_add index_copy index_fill index_put index_reduce "
+    "index_select inverse log_softmax logdet lu_solve lu_unpack masked_scatter masked_select matrix_power max_unpool1d max_unpool2d "
+    "max_unpool3d multi_margin_loss multilabel_margin_loss multinomial nanquantile nll_loss normal one_hot pca_lowrank pinverse poisson "
+    "put quantile repeat_interleave scatter scatter_add scatter_reduce searchsorted segment_reduce select_scatter slogdet softmax svd "
+    "svd_lowrank take take_along_dim".split()
 )
+
+#: Divisions that raise an error on the CPU where they divide an integer by zero. ``div`` does so only with a rounding mode.
+_DIVISIONS = frozenset("floor_divide floordiv ifloordiv rfloordiv remainder mod imod rmod fmod div divide".split())
 
 #: Modules whose functions are operators under the same name.
 _MODULES: dict[str, Any] = {
@@ -129,14 +132,34 @@ def kind_of(node: torch.fx.Node) -> Kind:
 
 def may_fail(node: torch.fx.Node) -> bool:
     """Whether the call at ``node`` may raise an error on real tensors, although it raised none on fakes."""
-    if node.target is operator.getitem:
+    if node.target in (operator.getitem, operator.setitem):
         return not is_basic_index(node.args[1])
-    return is_failing(name_of(node).partition(".")[0])
+    name = name_of(node).partition(".")[0]
+    return is_failing(name) or divides_by_zero(name, node.args, node.kwargs)
 
 
 def is_failing(name: str) -> bool:
-    """Whether a function of this name may raise an error on real tensors, although it raised none on fakes."""
-    return name in FAILING or "linalg" in name
+    """Whether a function of this name may raise an error on real tensors, although it raised none on fakes; also if it works in place."""
+    return name.strip("_") in FAILING or "linalg" in name
+
+
+def divides_by_zero(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call may divide an integer by a zero of a tensor on the CPU. Nodes without an example value may be such tensors."""
+    name = name.strip("_")
+    if name not in _DIVISIONS or (name in ("div", "divide") and not kwargs.get("rounding_mode")):
+        return False
+    given = [*args[:2], *(kwargs[key] for key in ("input", "other") if key in kwargs)]
+    divisor = given[0 if name in ("rfloordiv", "rmod") else -1]
+    is_tensor = isinstance(divisor, torch.Tensor) or (isinstance(divisor, torch.fx.Node) and not _is_number(divisor))
+    return is_tensor and not any(map(_is_no_integer, given))
+
+
+def _is_no_integer(value: Any) -> bool:
+    """Whether ``value`` is known to be a float, or a tensor of floats, or not on the CPU."""
+    value = value.meta.get("example_value") if isinstance(value, torch.fx.Node) else value
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() or value.is_complex() or value.device.type != "cpu"
+    return isinstance(value, (float, complex, torch.SymFloat))
 
 
 def _draws_nothing(node: torch.fx.Node) -> bool:

@@ -23,7 +23,7 @@ import torch
 from ..block_events import BlockEvents, External, Input, ValueNumber
 from ..capturing.graph import CapturedGraph
 from ..counters import counters, stage
-from ..effects import Kind, edits_of_inputs, kind_of, may_fail, requires_grad, writes_to_inputs
+from ..effects import Kind, Memory, edited, edits_of_inputs, kind_of, may_fail, requires_grad, writes_to_inputs
 from ..splicing.passes import Pass, copy_edited_values, copy_for_backward, replace_unseen_edits
 from ..splicing.pieces import Piece, Result
 from ..splicing.splice import splice
@@ -133,10 +133,15 @@ class Variant:
     def may_hide_errors(self) -> bool:
         """Whether the result of a call that may fail is unused, so that a backend may remove the call together with its error."""
         graph = self.spliced.graph_module.graph
+        memory = Memory(graph)
         needed: set[torch.fx.Node] = set()
+        memories = {memory.group("inputs")}  # whose edits have an effect
         for node in reversed(graph.nodes):
-            if node in needed or node.op == "output" or kind_of(node) is Kind.EFFECT:
+            source = edited(node)
+            has_effect = kind_of(node) is Kind.EFFECT and (source is None or memory.group(source) in memories)
+            if node in needed or has_effect:
                 needed.update(node.all_input_nodes)
+                memories.update(map(memory.group, node.all_input_nodes))
             elif may_fail(node):
                 return True
         return False

@@ -160,7 +160,7 @@ class CallRecorder(EventRecorder):
         reason = self._needs_values(function)
         if reason is None and edits_in_place(function) and self.is_memory_exported:
             reason = "an array outside of torch may have the memory that is edited"
-        if reason is None and may_fail_by_values(function, args):
+        if reason is None and may_fail_by_values(function, args, kwargs):
             caught_by = handler()
             if caught_by is not None:
                 reason = f"`{name_of(function)}` may fail because of values, inside {caught_by}"

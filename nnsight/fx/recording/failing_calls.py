@@ -25,7 +25,7 @@ import torch
 
 from ...tracing.errors import is_internal
 from ..block_events import Call, Reference
-from ..effects import is_failing
+from ..effects import divides_by_zero, is_failing
 from .functions import edits_in_place, is_custom
 
 _TORCH = torch.__file__.rsplit("/", 1)[0]
@@ -36,7 +36,7 @@ _HARMLESS = frozenset(
 )
 
 #: Calls that no value makes fail. They are listed in :data:`~nnsight.fx.effects.FAILING` because their fakes accept wrong arguments.
-_TOTAL = frozenset({"softmax", "log_softmax"})
+_TOTAL = frozenset({"softmax", "log_softmax", "normal_"})
 
 #: Most elements of a tensor with which a call is tried.
 _LARGEST = 2**20
@@ -45,13 +45,13 @@ _LARGEST = 2**20
 _INDEXING = frozenset({"__getitem__", "__setitem__"})
 
 
-def may_fail_by_values(function: Any, args: tuple[Any, ...]) -> bool:
+def may_fail_by_values(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call that succeeds on fakes may raise an error because of values."""
     name = getattr(function, "__name__", "").partition(".")[0]
     if name in ("__getitem__", "__setitem__"):
         index = args[1] if isinstance(args[1], tuple) else (args[1],)
         return any(isinstance(item, (torch.Tensor, list)) for item in index)
-    return is_failing(name) and name not in _TOTAL
+    return (is_failing(name) and name not in _TOTAL) or divides_by_zero(name, args, kwargs)
 
 
 def handler() -> str | None:
@@ -123,7 +123,8 @@ def is_possible(event: Call, references: Sequence[Reference], fakes: Sequence[to
     overlaps = edits_in_place(event.function) and isinstance(result, torch.Tensor) and 0 in result.stride()
     if is_custom(event.function) or not _can_be_tried(fakes):  # a custom operator may have side effects
         return True
-    if (is_failing(name) or name in _INDEXING) and not overlaps:  # zeros and ones may be invalid values for it
+    fails = is_failing(name) and not edits_in_place(event.function)  # zeros and ones may be invalid values for it
+    if (fails or name in _INDEXING) and not overlaps:
         return True
     return any(_error_on(number, event, references, fakes) is None for number in (0, 1))
 

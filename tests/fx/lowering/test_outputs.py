@@ -252,6 +252,34 @@ def test_what_may_fail_by_values_is_computed() -> None:
             model.table.input = model.table.input + 99
 
 
+class Masking(torch.nn.Module):
+    """Makes a mask, by a call in place on a new tensor."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.ids, self.kind = torch.nn.Identity(), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = self.ids(x.argmax(-1, keepdim=True))
+        mask = torch.zeros(x.shape)
+        if self.kind == "scatter_":
+            mask.scatter_(1, ids, 1.0)
+        elif self.kind == "setitem":
+            mask[:, ids[:, 0]] = 1.0
+        else:
+            mask = mask + ids // ids
+        return x * mask
+
+
+@pytest.mark.parametrize("kind", ["scatter_", "setitem", "floordiv"])
+def test_a_backend_does_not_remove_an_edit_in_place_that_fails(kind: str) -> None:
+    model = NNsight(Masking(kind), compile={"backend": "aot_eager"})
+    for compile in (True, False):
+        with pytest.raises((IndexError, RuntimeError)), model.trace(torch.ones(4, 4), compile=compile):
+            kept = model.ids.output.save()
+            model.ids.output = kept * 0 + (0 if kind == "floordiv" else 99)
+
+
 @pytest.fixture(scope="module")
 def small() -> LanguageModel:
     """A stock model with its defaults, and two layers."""

@@ -47,7 +47,29 @@ def _lose(hidden: torch.Tensor) -> None:
     torch.nn.functional.binary_cross_entropy(hidden + 9.0, hidden)
 
 
-FAILING = [_index, _invert, _factorize, _assign, _quantile, _lose]
+def _scatter(hidden: torch.Tensor) -> None:
+    hidden.scatter_(1, hidden.argmax(-1, keepdim=True) + 7, 0.0)
+
+
+def _draw(hidden: torch.Tensor) -> None:
+    torch.empty(4, 4).bernoulli_(hidden.abs() + 2.0)
+
+
+ZERO = torch.zeros(4, dtype=torch.long)
+
+DIVISIONS: list[Callable[[torch.Tensor], Any]] = [
+    lambda hidden: hidden.long() // ZERO,
+    lambda hidden: 3 // (hidden.long() * 0),
+    lambda hidden: hidden.long() % (hidden.argmax() * 0),
+    lambda hidden: 3 % (hidden.to(torch.uint8) * 0),
+    lambda hidden: torch.fmod(hidden.long(), other=hidden.long() * 0),
+    lambda hidden: torch.div(hidden.long(), ZERO, rounding_mode="trunc"),
+    lambda hidden: hidden.long().remainder_(ZERO),
+    lambda hidden: torch.ops.aten.floor_divide(hidden.long(), ZERO),
+    torch.vmap(lambda row: row.long() // ZERO),
+]
+
+FAILING = [_index, _invert, _factorize, _assign, _quantile, _lose, _scatter, _draw, *DIVISIONS]
 
 
 @pytest.mark.parametrize("function", FAILING)
@@ -89,6 +111,7 @@ def test_elsewhere_such_calls_stay_in_the_graph(model: Any) -> None:
             rows = torch.arange(4.0)[hidden.argmax(-1)]
         try:
             twice = torch.softmax(hidden, -1) @ hidden.T
+            twice += (hidden.long() // 3 + hidden.long() / (ZERO + 1) + hidden % ZERO.float()).sum() * 0
         except ValueError:
             twice = None
         finally:

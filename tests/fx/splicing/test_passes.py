@@ -120,6 +120,7 @@ FAILING: list[Callable[..., torch.fx.Node]] = [
     lambda b, x: b.call(torch.linalg.inv, x),
     lambda b, x: b.call(torch.quantile, x, b.inputs[1]),
     lambda b, x: b.call(torch.ops.aten.index.Tensor, x, [b.inputs[1]]),
+    lambda b, x: b.call(operator.floordiv, b.inputs[1], b.call(torch.zeros, 1, dtype=torch.long)),
 ]
 
 

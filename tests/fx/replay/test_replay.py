@@ -336,7 +336,7 @@ def test_gradients_that_a_run_refuses_are_refused_by_a_replay() -> None:
             scale *= model.layers[0].output[0].mean(0)
             loss = scale.square().sum().save()
         assert tracer.report.replayed == replayed
-        with pytest.raises(ValueError, match="The gradient of this tensor cannot be told"), (loss + scale.sum()).backward():
+        with pytest.raises(ValueError, match="The gradient of this tensor cannot be computed"), (loss + scale.sum()).backward():
             scale.grad.save()
 
 

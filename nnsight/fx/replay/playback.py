@@ -25,7 +25,7 @@ from ...tracing.saving import saves
 from ..block_events import Call, State
 from ..lowering.variant import Variant
 from ..recording.execution import refuse_edited
-from ..recording.functions import DRAWN_LIKE, edits_in_place
+from ..recording.functions import DRAWN_LIKE, RANDOM, edits_in_place
 from ..recording.journal import Journal
 from ..show.explaining import RanPiece
 from ..show.stages import run_lowered
@@ -89,6 +89,24 @@ class PythonEffects(NamedTuple):
     steps: tuple[_Step, ...]
     saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
     appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
+
+    def run_steps(self, slots: list[Any]) -> None:
+        """Make the calls on tensors from outside, and append their results to ``slots``.
+
+        Raises:
+            GuardFailed: If a call fails, and the block can repeat the calls before it: then the error gets the line of the block.
+        """
+        made: list[Any] = []
+        grad = torch.is_grad_enabled()
+        try:
+            for step in self.steps:
+                step.run(slots)
+                made.append(step.function)
+        except Exception:
+            torch.set_grad_enabled(grad)  # the calls may have switched the grad mode
+            if any(edits_in_place(function) or getattr(function, "__name__", "") in RANDOM for function in made):
+                raise
+            raise GuardFailed from None
 
 
 @dataclass(eq=False, slots=True)
@@ -156,8 +174,7 @@ class Playback:
         externals: list[Any] = []
         if effects.externals or effects.python.steps or tensors:
             slots = self._slots = list(tensors)
-            for step in effects.python.steps:
-                step.run(slots)
+            effects.python.run_steps(slots)
             externals = [slots[source] if type(source) is int else source[0] for source in effects.externals]
         report = self.report
         report.mode, report.graphs, report.replayed = "compiled", 1, True

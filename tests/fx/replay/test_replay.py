@@ -7,6 +7,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import traceback
 import types
 import weakref
 from collections.abc import Callable
@@ -691,6 +692,44 @@ def test_errors_come_from_the_block(model: Any) -> None:
         except (IndexError, RuntimeError):
             seen.append("error")
     assert seen == ["ok", "ok", "error", "ok"]
+
+
+def test_errors_of_calls_on_outside_tensors_name_their_line(model: Any) -> None:
+    table, kept = torch.ones(3, 2), 0
+    for place in (0, 0, 7, 0):
+        index, error = torch.tensor([place]), None
+        try:
+            with model.trace(x()) as tracer:
+                row = table[index]
+                out = (model.output + row).save()
+        except IndexError as caught:
+            error = traceback.format_exception(caught)
+        assert (error is not None) is (place == 7)
+        if error is not None:
+            assert "row = table[index]" in "".join(error)
+        else:
+            same(out, model._module(x()) + 1)
+            kept += tracer.report.replayed
+    assert kept == 2
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_errors_of_calls_on_outside_tensors_leave_the_grad_mode(model: Any, edits: bool) -> None:
+    table, kept = torch.ones(3, 2), 0
+    for place in (0, 0, 7, 0):
+        index = torch.tensor([place])
+        with pytest.raises(IndexError) if place else contextlib.nullcontext():
+            with model.trace(x()) as tracer:
+                with torch.no_grad():
+                    if edits:
+                        table += 1
+                    row = table[index]
+                out = (model.output + row).save()
+            same(out, model._module(x()) + table[index])
+            kept += tracer.report.replayed
+        assert torch.is_grad_enabled()
+    assert kept == 2
+    assert table[0, 0] == 1 + 4 * edits
 
 
 def test_another_function_under_the_same_name_is_another_block(model: Any) -> None:

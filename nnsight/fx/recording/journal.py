@@ -43,6 +43,7 @@ class Journal:
         self.numbers: dict[int, int] = {}  # the number of each of these values, by the identity of its tensor
         self.externals: list[Any] = []
         self.inputs: list[Any] = []
+        self.structures: list[pytree.TreeSpec] = []  # of the containers that the block was given
         self._kept: list[Any] = []
 
     @property
@@ -81,7 +82,7 @@ class Journal:
     def close(self) -> None:
         """Drop all references to the recording, which refers to this journal: in a cycle, unsaved values would outlive the trace."""
         self.recording = self.variant = None
-        self.externals, self.inputs, self.calls, self._kept = [], [], [], []
+        self.externals, self.inputs, self.calls, self.structures, self._kept = [], [], [], [], []
 
 
 class EarlyCalls(TorchFunctionMode):

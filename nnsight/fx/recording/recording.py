@@ -114,6 +114,8 @@ class Recording(PieceRunner):
         self._defer(tap, leaves)
         value = leaves[0] if tap.is_single else unflatten(leaves, tap.structure)
         self.report.spliced.append(tap.location)
+        if self.journal is not None and not tap.is_single:
+            self.journal.structures.append(tap.structure)
         switched = self.graph.switched.get(tap.node)
         if switched is None or not switched.entered:
             changed = self.run.handle(tap.location, value)

@@ -103,8 +103,8 @@ class Expressions(Names):
         operation = node.ops[0]
         if all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
             for value in values:
-                if isinstance(value, OutsideObject):
-                    self.findings.add(value.path, "object")
+                if isinstance(value, (OutsideObject, Method)):
+                    self.findings.add((value.function if isinstance(value, Method) else value).path, "object")
             same = _are_same(values) if len(values) == 2 else None
             if same is None and not all(map(_is_identified, values)):
                 return self.fail(node)

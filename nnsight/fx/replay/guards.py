@@ -25,9 +25,11 @@ about a microsecond.
 
 from __future__ import annotations
 
+import os
 import types
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -45,6 +47,9 @@ _CONSTANT_TYPES = (
 
 #: Classes of tensors that override no operations.
 TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+#: The folder of torch.
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 _PLAIN_LOOKUP: frozenset[Any] = frozenset(
     kind.__getattribute__ for kind in (object, types.ModuleType, types.SimpleNamespace)
@@ -116,7 +121,7 @@ def look_up(value: Any, name: str) -> Any:
         if hasattr(found, "__set__") or hasattr(found, "__delete__"):
             raise KeyError(name)
         return own[name]
-    if name in own or not isinstance(value, torch.nn.Module):
+    if name in own or getattr(kind, "__getattr__", None) is not torch.nn.Module.__getattr__:
         return own[name]
     for table in (own["_parameters"], own["_buffers"], own["_modules"]):
         if name in table:
@@ -192,6 +197,15 @@ def _can_be_referred_to(value: Any) -> bool:
     except TypeError:
         return isinstance(value, types.BuiltinFunctionType)
     return True
+
+
+def is_of_torch(attribute: Any) -> bool:
+    """Whether a function or a descriptor is built in, or part of torch; users can add and replace functions and methods of torch."""
+    attribute = attribute.fget if isinstance(attribute, property) else attribute
+    code = getattr(attribute, "__code__", None)
+    if code is not None:
+        return str(code.co_filename).startswith(_TORCH)
+    return type(attribute).__module__.partition(".")[0] in ("builtins", "torch")
 
 
 def is_called_plainly(module: torch.nn.Module) -> bool:

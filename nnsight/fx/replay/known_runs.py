@@ -72,8 +72,7 @@ class _FastPlayback(Playback):
         effects = self.found = plan.effects
         variant = effects.variant
         slots = self._slots = list(self._tensors)
-        for step in effects.python.steps:
-            step.run(slots)
+        effects.python.run_steps(slots)
         externals = [slots[source] for source in effects.externals]
         self.report = plan.report
         grad = torch.is_grad_enabled()

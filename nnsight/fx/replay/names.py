@@ -25,7 +25,7 @@ from ...runtime.modules.tree import ModuleTree
 from ...tracing.block import SCOPE_NAME, TRACER_NAME, Block
 from ...tracing.body import RESULT_NAME, SAVE_NAME
 from ...tracing.saving import save
-from .guards import LONGEST, GuardPath, GuardStep, holds_modules, is_constant, kind_of, look_up
+from .guards import LONGEST, GuardPath, GuardStep, holds_modules, is_constant, is_of_torch, kind_of, look_up
 
 #: Built-ins whose only effect is to compute a value from their arguments.
 _HARMLESS_BUILTINS = frozenset(
@@ -157,20 +157,20 @@ def truth_of(value: Any) -> bool | None:
 @functools.cache
 def harmless_functions() -> frozenset[int]:
     """Return the identities of the functions that only compute: torch functions that take or make tensors, and some of Python."""
-    found: set[int] = {id(getattr(torch, name)) for name in _FACTORIES}
+    found: set[int] = {id(function) for name in _FACTORIES if is_of_torch(function := getattr(torch, name))}
     for functions in torch.overrides.get_overridable_functions().values():
-        found.update(id(function) for function in functions if getattr(function, "__name__", "") not in ESCAPING)
+        own = [function for function in functions if is_of_torch(function)]
+        found.update(id(function) for function in own if getattr(function, "__name__", "") not in ESCAPING)
     found.update(id(value) for name, value in vars(math).items() if callable(value) and not name.startswith("_"))
     found.update(id(function) for function in _HARMLESS_BUILTINS)
     found.update(id(value) for value in (torch.Size, torch.device))
     return frozenset(found)
 
 
-@functools.cache
 def is_method(name: str) -> bool:
-    """Whether tensors, plain containers or strings have a method of this name."""
+    """Whether tensors, plain containers or strings have a method of this name, and tensors none that the user has written."""
     kinds = (torch.Tensor, tuple, list, dict, set, str, torch.Size)
-    return any(callable(getattr(kind, name, None)) for kind in kinds)
+    return any(callable(getattr(kind, name, None)) for kind in kinds) and is_of_torch(getattr(torch.Tensor, name, None))
 
 
 def is_plain_envoy(kind: type) -> bool:
@@ -328,13 +328,15 @@ class Names:
         if owner is TRACER and node.attr == "result" and getattr(self.findings.tracer, "output_location", None) is not None:
             return VALUE
         if owner is VALUE:
-            return VALUE if node.attr != "grad" else self.fail(node)
+            is_known = node.attr != "grad" and is_of_torch(getattr(torch.Tensor, node.attr, None))
+            return VALUE if is_known else self.fail(node)
         if isinstance(owner, Concrete):
             value = owner.value
             if isinstance(value, (Located, Source)):
                 return self.of_envoy(value, node)
             if isinstance(value, torch.Tensor):  # attributes that the user has added may be any object, and guards compare no `_base`
-                is_known = node.attr != "grad" and node.attr[0] != "_" and hasattr(torch.Tensor, node.attr)
+                found = getattr(torch.Tensor, node.attr, None)
+                is_known = node.attr != "grad" and node.attr[0] != "_" and found is not None and is_of_torch(found)
                 return VALUE if is_known else self.fail(node)
             if is_constant(value):
                 return VALUE
@@ -432,6 +434,7 @@ class Names:
                 return Items(tuple(map(Concrete, value.value)))
             return Items(tuple(self._member(value, key) for key in range(len(value.value))))
         if isinstance(value, OutsideObject) and holds_modules(value.value):
+            self.findings.add(value.path, "children")  # also without any child
             return Items(tuple(self._module(value, key) for key in range(len(value.value._modules))))
         self.check_operand(value, node)
         return None

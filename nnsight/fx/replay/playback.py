@@ -7,8 +7,11 @@ A :class:`Playback` repeats these calls, calls the variant, and builds the saved
 
 from __future__ import annotations
 
+import functools
+import sys
+import types
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,17 +25,23 @@ from ...tracing.saving import saves
 from ..block_events import Call, State
 from ..lowering.variant import Variant
 from ..recording.execution import refuse_edited
-from ..recording.functions import DRAWN_LIKE, edits_in_place
+from ..recording.functions import DRAWN_LIKE, RANDOM, edits_in_place
 from ..recording.journal import Journal
 from ..show.explaining import RanPiece
 from ..show.stages import run_lowered
 from ..splicing.pieces import as_argument
 from ..torch_compat import may_share
-from .guards import kind_of
-from .names import Undetermined
+from .guards import is_constant, kind_of
+from .names import Undetermined, is_method
 
 if TYPE_CHECKING:
     from ..capturing.graph import CapturedGraph
+
+#: Packages whose classes of outputs only hold values. Their methods and properties give the same result for the same values.
+_TRUSTED = frozenset({"torch", "transformers", "diffusers", "nnsight", *sys.stdlib_module_names})
+
+#: Methods that neither a call of a method by name, an attribute nor an item runs.
+_UNUSED = frozenset("__init__ __new__ __eq__ __ne__ __hash__ __repr__ __str__ __setattr__ __delattr__ __reduce__ __reduce_ex__".split())
 
 #: Second item of the pair that marks a leaf of a saved value as a constant.
 _IS_CONSTANT = object()
@@ -81,6 +90,24 @@ class PythonEffects(NamedTuple):
     saved: tuple[tuple[str, tuple[Any, ...], Any], ...]
     appended: tuple[tuple[int, tuple[Any, ...], Any], ...]
 
+    def run_steps(self, slots: list[Any]) -> None:
+        """Make the calls on tensors from outside, and append their results to ``slots``.
+
+        Raises:
+            GuardFailed: If a call fails, and the block can repeat the calls before it: then the error gets the line of the block.
+        """
+        made: list[Any] = []
+        grad = torch.is_grad_enabled()
+        try:
+            for step in self.steps:
+                step.run(slots)
+                made.append(step.function)
+        except Exception:
+            torch.set_grad_enabled(grad)  # the calls may have switched the grad mode
+            if any(edits_in_place(function) or getattr(function, "__name__", "") in RANDOM for function in made):
+                raise
+            raise GuardFailed from None
+
 
 @dataclass(eq=False, slots=True)
 class Effects:
@@ -91,7 +118,7 @@ class Effects:
         stop: Number of the node at which the graph ends.
         externals: For each external, the number of its slot, or ``(tensor,)`` for a tensor that was made from a float.
         alive: Numbers of the values that become real tensors.
-        edits: Whether a call of the block edits a tensor in place.
+        edits: Whether a call of the block, or the model, edits a tensor in place.
         sharing: How tensors from outside share memory, see :func:`sharing_of`.
     """
 
@@ -147,8 +174,7 @@ class Playback:
         externals: list[Any] = []
         if effects.externals or effects.python.steps or tensors:
             slots = self._slots = list(tensors)
-            for step in effects.python.steps:
-                step.run(slots)
+            effects.python.run_steps(slots)
             externals = [slots[source] if type(source) is int else source[0] for source in effects.externals]
         report = self.report
         report.mode, report.graphs, report.replayed = "compiled", 1, True
@@ -276,6 +302,9 @@ def effects_of(
     """
     if journal.reason or journal.recording is None or journal.variant is None:
         raise Undetermined(journal.reason or "no graph was called")
+    for kind in {kind for structure in journal.structures for kind in _classes_in(structure)}:
+        if _has_code_of_user(kind):
+            raise Undetermined(f"the model computes a {kind.__name__}, whose class has methods or properties of its own")
     recording = journal.recording
     python, slot_of = _python_effects_of(journal, kept, tensors)
     lifted = {id(tensor) for tensor in recording.lifted}
@@ -283,7 +312,8 @@ def effects_of(
         (external,) if id(external) in lifted else _slot(external, slot_of) for external in journal.externals
     ]
     calls = [step.event for step in recording.state.program().steps if isinstance(step.event, Call)]
-    edits = any(map(edits_in_place, [*(call.function for call in calls), *(step.function for step in python.steps)]))
+    functions = [*(call.function for call in calls), *(step.function for step in python.steps)]
+    edits = journal.variant.edits_inputs or any(map(edits_in_place, functions))
     effects = Effects(
         journal.variant,
         recording.state,
@@ -297,6 +327,32 @@ def effects_of(
         tuple(spliced),
     )
     return recording.graph, recording.binding, effects
+
+
+def _classes_in(structure: pytree.TreeSpec) -> Iterator[type]:
+    """Yield the classes of the containers in a value."""
+    if not structure.is_leaf():
+        yield structure.context if isinstance(structure.context, type) else structure.type  # the class of a namedtuple is its context
+        for child in structure.children():
+            yield from _classes_in(child)
+
+
+def _has_code_of_user(kind: type) -> bool:
+    """Whether an attribute, a method or an operator that the analysis allows may run code of the user on an object of a class."""
+    for base in kind.__mro__:
+        if _is_trusted(base):
+            continue
+        for name, found in vars(base).items():
+            if isinstance(found, (types.FunctionType, staticmethod, classmethod)):
+                if name == "__getattr__" or (is_method(name) and name not in _UNUSED):
+                    return True
+            elif hasattr(found, "__get__") and (isinstance(found, (property, functools.cached_property)) or not _is_trusted(type(found))):
+                return True
+    return False
+
+
+def _is_trusted(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _TRUSTED
 
 
 def _check_sizes(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Sequence[Any]) -> None:
@@ -350,6 +406,8 @@ def _described(name: str, value: Any, journal: Journal, slot_of: dict[int, int])
 
 
 def _collect_containers(value: Any, found: list[int]) -> None:
+    if isinstance(value, dict) and not all(map(is_constant, value)):
+        raise Undetermined("it saves a dict with keys that are tensors or other objects")
     if isinstance(value, (list, dict)):
         found.append(id(value))
     if isinstance(value, (list, tuple, dict)):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from nnsight import fx
+from nnsight.fx.replay import names
 
 from ...conftest import Hooks, same
 from .conftest import VECTOR, applied, by_hand, check, x
@@ -242,6 +243,17 @@ def test_what_a_method_reads_is_seen(model: Any, what: str) -> None:
     assert not torch.allclose(by_hand(model, steered), before)
 
 
+def test_whether_an_object_has_a_method_is_seen(model: Any) -> None:
+    steering: Any = Steering(VECTOR)
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        return h * 2 if steering.add is None else h * 3
+
+    assert check(model, function) == 2
+    steering.add = None
+    assert check(model, function) == 2
+
+
 # -- functions that do more ------------------------------------------------------------------------------------------------
 
 
@@ -376,6 +388,34 @@ def test_attributes_that_a_user_gave_a_tensor(model: Any) -> None:
     assert fx.counters.replays == 0
 
 
+@pytest.mark.parametrize("is_method", [False, True])
+def test_what_a_user_added_to_tensors_runs_each_time(model: Any, monkeypatch: pytest.MonkeyPatch, is_method: bool) -> None:
+    scale = 2.0
+
+    def scaled(h: torch.Tensor) -> torch.Tensor:
+        return h * scale
+
+    def function(h: Any) -> torch.Tensor:
+        return h.scaled() if is_method else h.scaled
+
+    monkeypatch.setattr(torch.Tensor, "scaled", scaled if is_method else property(scaled), raising=False)
+    assert check(model, function) == 0
+    scale = 3.0
+    assert check(model, function) == 0
+
+
+def test_a_function_put_in_place_of_one_of_torch_is_not_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it was there before torch's functions are listed."""
+    mine = types.FunctionType(reads_globals.__code__, globals(), "hardtanh")
+    monkeypatch.setattr(torch.overrides, "get_overridable_functions", lambda: {torch.nn.functional: [mine, torch.nn.functional.gelu]})
+    names.harmless_functions.cache_clear()
+    try:
+        assert id(mine) not in names.harmless_functions()
+        assert id(torch.nn.functional.gelu) in names.harmless_functions()
+    finally:
+        names.harmless_functions.cache_clear()
+
+
 # -- modules -----------------------------------------------------------------------------------------------------------------
 
 
@@ -451,6 +491,44 @@ def test_what_changes_in_a_module_is_seen(model: Any, name: str) -> None:
     change(sae)
     assert check(model, sae) == replays
     assert not torch.allclose(by_hand(model, sae), before)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_first_child_is_seen(model: Any, called: bool) -> None:
+    adapters: Any = torch.nn.Sequential() if called else torch.nn.ModuleList()
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        if called:
+            return adapters(h) * 2
+        for adapter in adapters:
+            h = adapter(h)
+        return h * 2
+
+    assert check(model, function) == 2
+    adapters.append(torch.nn.Linear(4, 4))
+    assert check(model, function) == 2
+
+
+class Scaling(torch.nn.Module):
+    """Reads its parameter through a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(VECTOR.clone())
+
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return found * SCALE if name == "weight" else found
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h * self.weight
+
+
+def test_a_module_that_looks_up_its_parameters_runs_each_time(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaling = Scaling()
+    assert check(model, scaling) == 0
+    monkeypatch.setitem(globals(), "SCALE", 7.0)
+    assert check(model, scaling) == 0
 
 
 def test_hooks_run_each_time(fresh: Any) -> None:

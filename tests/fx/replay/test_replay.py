@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
+import dataclasses
 import gc
+import traceback
 import types
 import weakref
 from collections.abc import Callable
@@ -327,6 +330,107 @@ def test_shared_memory_is_seen(model: Any) -> None:
     assert fx.counters.replays > 0
 
 
+class Remembering(torch.nn.Module):
+    """Edits a buffer before its second layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.register_buffer("memory", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        self.memory.add_(1)
+        return self.second(h + self.memory)
+
+
+def test_shared_memory_with_what_the_model_edits_is_seen() -> None:
+    model: Any = NNsight(Remembering().eval(), compile={"backend": "eager"})
+    memory = model._module.memory
+    for shared in (False, False, True, True, False):
+        memory.zero_()
+        vector = memory[:] if shared else torch.zeros(4)
+        with model.trace(x()):
+            h = model.second.input
+            seen = (vector * 1).save()
+            model.second.input = h + vector
+            out = model.output.save()
+        memory.zero_()
+        same((seen, out), (torch.full((4,), float(shared)), model._module.second(model._module.first(x()) + 1 + float(shared))))
+    assert fx.counters.replays > 0
+
+
+@dataclasses.dataclass
+class Plain:
+    h: torch.Tensor
+
+    def describe(self) -> str:
+        return "a result"
+
+
+@dataclasses.dataclass
+class Scaled(Plain):
+    @property
+    def scaled(self) -> torch.Tensor:
+        return self.h * FACTOR
+
+
+class Summed(dict[str, torch.Tensor]):
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] * FACTOR
+
+
+class Pair(collections.namedtuple("Pair", "h more")):
+    def sum(self) -> torch.Tensor:
+        return self.h * FACTOR
+
+
+class Returning(torch.nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.linear, self.kind = torch.nn.Linear(4, 4), kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.linear(x)
+        return self.kind(h=h, more=h) if self.kind is Pair else self.kind(h=h)
+
+
+def _returned(model: Any, compile: bool) -> torch.Tensor:
+    kind = model._module.kind
+    if kind is Scaled:
+        with model.trace(x(), compile=compile):
+            out = model.output.scaled.save()
+    elif kind is Summed:
+        with model.trace(x(), compile=compile):
+            out = model.output.get("h").save()
+    elif kind is Pair:
+        with model.trace(x(), compile=compile):
+            out = model.output.sum().save()
+    else:
+        with model.trace(x(), compile=compile):
+            out = model.output.h.save()
+    return out
+
+
+@pytest.mark.parametrize("kind", [Plain, Scaled, Summed, Pair])
+def test_methods_and_properties_of_outputs_run_each_time(monkeypatch: pytest.MonkeyPatch, kind: type) -> None:
+    model = NNsight(Returning(kind).eval(), compile={"backend": "eager"})
+    for factor in (2.0, 2.0, 3.0, 3.0):
+        monkeypatch.setitem(globals(), "FACTOR", factor)
+        expected = model._module.linear(x()) * (1.0 if kind is Plain else factor)
+        same(_returned(model, True), expected)
+    assert fx.counters.replays == (3 if kind is Plain else 0)
+
+
+def test_a_dict_with_tensors_as_keys_is_saved_each_time(model: Any) -> None:
+    for number in range(3):
+        given = x() + number
+        with model.trace(given):
+            kept = {model.head.output: 1}.save()
+        same(next(iter(kept)), model._module(given))
+    assert fx.counters.replays == 0
+
+
 def test_gradients_that_a_run_refuses_are_refused_by_a_replay() -> None:
     """A graph edits a tensor from outside and uses it: to autograd, nothing in the graph depends on the edited tensor."""
     model = NNsight(Net(), compile={"backend": "aot_eager"})
@@ -336,7 +440,7 @@ def test_gradients_that_a_run_refuses_are_refused_by_a_replay() -> None:
             scale *= model.layers[0].output[0].mean(0)
             loss = scale.square().sum().save()
         assert tracer.report.replayed == replayed
-        with pytest.raises(ValueError, match="The gradient of this tensor cannot be told"), (loss + scale.sum()).backward():
+        with pytest.raises(ValueError, match="The gradient of this tensor cannot be computed"), (loss + scale.sum()).backward():
             scale.grad.save()
 
 
@@ -588,6 +692,44 @@ def test_errors_come_from_the_block(model: Any) -> None:
         except (IndexError, RuntimeError):
             seen.append("error")
     assert seen == ["ok", "ok", "error", "ok"]
+
+
+def test_errors_of_calls_on_outside_tensors_name_their_line(model: Any) -> None:
+    table, kept = torch.ones(3, 2), 0
+    for place in (0, 0, 7, 0):
+        index, error = torch.tensor([place]), None
+        try:
+            with model.trace(x()) as tracer:
+                row = table[index]
+                out = (model.output + row).save()
+        except IndexError as caught:
+            error = traceback.format_exception(caught)
+        assert (error is not None) is (place == 7)
+        if error is not None:
+            assert "row = table[index]" in "".join(error)
+        else:
+            same(out, model._module(x()) + 1)
+            kept += tracer.report.replayed
+    assert kept == 2
+
+
+@pytest.mark.parametrize("edits", [False, True])
+def test_errors_of_calls_on_outside_tensors_leave_the_grad_mode(model: Any, edits: bool) -> None:
+    table, kept = torch.ones(3, 2), 0
+    for place in (0, 0, 7, 0):
+        index = torch.tensor([place])
+        with pytest.raises(IndexError) if place else contextlib.nullcontext():
+            with model.trace(x()) as tracer:
+                with torch.no_grad():
+                    if edits:
+                        table += 1
+                    row = table[index]
+                out = (model.output + row).save()
+            same(out, model._module(x()) + table[index])
+            kept += tracer.report.replayed
+        assert torch.is_grad_enabled()
+    assert kept == 2
+    assert table[0, 0] == 1 + 4 * edits
 
 
 def test_another_function_under_the_same_name_is_another_block(model: Any) -> None:

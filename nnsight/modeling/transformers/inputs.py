@@ -231,10 +231,8 @@ class TextInput:
             if name in of_tokenizer:
                 rendering[name] = of_tokenizer.pop(name)
         for chat in chats:
-            unfinished = chat[-1].get("role") == "assistant"
-            ends = {"add_generation_prompt": not unfinished, "continue_final_message": unfinished}
             encoding = tokenizer.apply_chat_template(
-                list(chat), return_dict=True, tokenizer_kwargs=of_tokenizer, **{**ends, **rendering}
+                list(chat), return_dict=True, tokenizer_kwargs=of_tokenizer, **{**ending(chat), **rendering}
             )
             for name, row in encoding.items():
                 columns.setdefault(name, []).append(row)
@@ -369,6 +367,12 @@ def _signature_of(function: Any) -> tuple[set[str], bool]:
     parameters = inspect.signature(function).parameters
     names = {name for name in parameters if name != "self"}
     return names, any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
+
+
+def ending(chat: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """Return the options of a chat template with which the model answers a chat, or continues its last message if it is its own."""
+    unfinished = chat[-1].get("role") == "assistant"
+    return {"add_generation_prompt": not unfinished, "continue_final_message": unfinished}
 
 
 def refuse_options(options: Mapping[str, Any], form: str) -> None:

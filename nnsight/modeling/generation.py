@@ -6,6 +6,7 @@ of transformers streams and returns have locations, too.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,9 @@ from .static_caches import static_cache
 if TYPE_CHECKING:
     from .transformers.model import TransformersModel
 
+
+#: Options of ``generate`` that are called with ids or scores, and those that depend on the text.
+_CALLBACKS = {"streamer", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "stop_strings"}
 
 #: Number of new tokens if neither the call nor the model specifies it, as in transformers.
 _LENGTH = 20
@@ -36,6 +40,18 @@ def _configured(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     names = ("num_beams", "return_dict_in_generate", "num_return_sequences", "max_new_tokens", "max_length")
     found = {name: kwargs.get(name, getattr(given, name, None)) for name in names}
     return {**found, "num_beams": found["num_beams"] or 1}
+
+
+def _without_callbacks(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options for a generation on fake tensors: without the user's functions and objects that get its ids or scores.
+
+    Stop strings are left out, too: transformers keeps tensors for them in a global cache, and would keep fake ones.
+    """
+    found = {name: value for name, value in kwargs.items() if name not in _CALLBACKS}
+    if getattr(found.get("generation_config"), "stop_strings", None) is not None:
+        config = found["generation_config"] = copy.copy(found["generation_config"])
+        config.stop_strings = None
+    return found
 
 
 def _with_static_cache(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +108,7 @@ class Generation:
 
     def _scan_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Generate with ``module``, a fake copy. Fake ids cannot end a generation early, so it makes the maximal number of tokens."""
-        config, kwargs = _configured(module, kwargs), {name: value for name, value in kwargs.items() if name != "streamer"}
+        config, kwargs = _configured(module, kwargs), _without_callbacks(kwargs)
         if config["num_beams"] != 1 or config["return_dict_in_generate"]:
             raise ValueError(
                 "A generation with `num_beams` or `return_dict_in_generate` depends on values, so it cannot be scanned or validated. "
@@ -129,8 +145,7 @@ class Generation:
 
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Generate with ``module``, a fake copy of the model, for the probe."""
-        kwargs = self._model._probed(module, kwargs)
-        return module.generate(*args, **{name: value for name, value in kwargs.items() if name != "streamer"})
+        return module.generate(*args, **_without_callbacks(self._model._probed(module, kwargs)))
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
         """Return the arguments of ``generate``, without positions and decoder ids, which it makes itself.

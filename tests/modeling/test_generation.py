@@ -199,6 +199,23 @@ def test_a_streamer_of_the_user_gets_what_the_block_leaves(model: LanguageModel)
     same(edited.got[1:], plain.got[1:])
 
 
+def test_runs_on_fake_tensors_leave_out_stop_strings(model: LanguageModel) -> None:
+    """Transformers keeps tensors for them in a global cache."""
+    options = {**GREEDY, "stop_strings": [" Rome"], "tokenizer": model.tokenizer}
+    with model.generate(**options) as tracer:
+        with tracer.invoke(LONG):
+            first = tracer.result.save()
+        with tracer.invoke(SHORT):
+            second = tracer.result.save()
+    expected = model._module.generate(**ids_of(model, LONG, SHORT), **options)
+    same(torch.cat([first, second]), expected)
+    config = transformers.GenerationConfig(**GREEDY, stop_strings=[" Paris"])
+    with model.generate(LONG, generation_config=config, tokenizer=model.tokenizer, scan=True) as tracer:
+        scanned = tracer.result.save()
+    same(scanned, model._module.generate(**ids_of(model, LONG), generation_config=config, tokenizer=model.tokenizer))
+    assert config.stop_strings == [" Paris"]
+
+
 def test_options_of_a_generation_are_kept(model: LanguageModel) -> None:
     """The pad token of a ``generation_config``, positions in an encoding, and the mask beside a cache."""
     ids = ids_of(model, LONG, SHORT)

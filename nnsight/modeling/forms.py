@@ -12,6 +12,9 @@ import torch
 #: Arguments that can replace ``input_ids``.
 _INSTEAD_OF_IDS = {"inputs_embeds", "encoder_outputs", "decoder_input_ids", "decoder_inputs_embeds"}
 
+#: Argument names of the key-value cache or recurrent state that a call continues, in several releases of transformers.
+CACHES = {"cache", "past_key_values", "cache_params"}
+
 #: All forms of prompts, for error messages.
 FORMS = (
     "a string, a list of strings, token ids (a list, a list of lists, or an integer tensor or array with one "

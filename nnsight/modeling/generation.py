@@ -6,18 +6,24 @@ of transformers streams and returns have locations, too.
 
 from __future__ import annotations
 
+import copy
 import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..runtime.interleaver import active_interleaver
 from ..runtime.tracer import Arguments
+from .forms import CACHES
 from .static_caches import static_cache
 
 if TYPE_CHECKING:
     from .transformers.model import TransformersModel
 
+
+#: Options of ``generate`` that are called with ids or scores, and those that depend on the text.
+_CALLBACKS = {"streamer", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "stop_strings"}
 
 #: Number of new tokens if neither the call nor the model specifies it, as in transformers.
 _LENGTH = 20
@@ -34,6 +40,18 @@ def _configured(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     names = ("num_beams", "return_dict_in_generate", "num_return_sequences", "max_new_tokens", "max_length")
     found = {name: kwargs.get(name, getattr(given, name, None)) for name in names}
     return {**found, "num_beams": found["num_beams"] or 1}
+
+
+def _without_callbacks(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the options for a generation on fake tensors: without the user's functions and objects that get its ids or scores.
+
+    Stop strings are left out, too: transformers keeps tensors for them in a global cache, and would keep fake ones.
+    """
+    found = {name: value for name, value in kwargs.items() if name not in _CALLBACKS}
+    if getattr(found.get("generation_config"), "stop_strings", None) is not None:
+        config = found["generation_config"] = copy.copy(found["generation_config"])
+        config.stop_strings = None
+    return found
 
 
 def _with_static_cache(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -83,14 +101,14 @@ class Generation:
             # With a static cache, transformers would compile the model itself, without the blocks and not as configured here.
             kwargs.setdefault("disable_compile", True)
             kwargs = _with_static_cache(module, kwargs)
-        if run is not None and "streamer" not in kwargs and _configured(module, kwargs)["num_beams"] == 1:
-            kwargs["streamer"] = Streamer()
+        if run is not None and _configured(module, kwargs)["num_beams"] == 1:
+            kwargs["streamer"] = Streamer(kwargs.get("streamer"))
         output = module.generate(*args, **kwargs)
         return output if run is None else run.handle("model.generator.output", output)
 
     def _scan_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Generate with ``module``, a fake copy. Fake ids cannot end a generation early, so it makes the maximal number of tokens."""
-        config = _configured(module, kwargs)
+        config, kwargs = _configured(module, kwargs), _without_callbacks(kwargs)
         if config["num_beams"] != 1 or config["return_dict_in_generate"]:
             raise ValueError(
                 "A generation with `num_beams` or `return_dict_in_generate` depends on values, so it cannot be scanned or validated. "
@@ -127,21 +145,24 @@ class Generation:
 
     def _call_on(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Generate with ``module``, a fake copy of the model, for the probe."""
-        kwargs = self._model._probed(module, kwargs)
-        return module.generate(*args, **{name: value for name, value in kwargs.items() if name != "streamer"})
+        return module.generate(*args, **_without_callbacks(self._model._probed(module, kwargs)))
 
     def _prepare_input(self, *inputs: Any, **kwargs: Any) -> Arguments:
-        """Return the arguments of ``generate``, without positions and decoder ids, which it makes itself."""
+        """Return the arguments of ``generate``, without positions and decoder ids, which it makes itself.
+
+        The prompts include the tokens of a given cache, so the mask of the prompts covers the cache.
+        """
         kwargs |= kwargs.pop("generate_kwargs", None) or {}
-        given = set(kwargs)
+        given = {name for part in (kwargs, *inputs) if isinstance(part, Mapping) for name in part}
+        caches = {name: kwargs.pop(name) for name in CACHES & kwargs.keys()}
         longest = {"max_length": kwargs["max_length"]} if kwargs.get("max_length") is not None else {}
         if longest and not kwargs.get("truncation"):  # with `truncation`, it limits the prompt, too
             del kwargs["max_length"]
         args, prepared = self._model._prepare_input(*inputs, **kwargs)
-        prepared |= longest
+        prepared |= {**longest, **caches}
         self._model._without_derived(prepared, given)
-        config = getattr(self._model._module, "generation_config", None)
-        if getattr(config, "pad_token_id", None) is None:
+        configs = (kwargs.get("generation_config"), getattr(self._model._module, "generation_config", None))
+        if all(getattr(config, "pad_token_id", None) is None for config in configs):
             prepared.setdefault("pad_token_id", self._model._pad_id())
         return args, prepared
 
@@ -150,12 +171,19 @@ class Generation:
 
 
 class Streamer:
-    """A streamer for ``generate`` that offers the ids to the active run."""
+    """A streamer for ``generate`` that offers the ids to the active run, and passes them on to ``given``, a streamer of the user."""
+
+    def __init__(self, given: Any = None) -> None:
+        self._given = given
 
     def put(self, value: torch.Tensor) -> None:
         run = active_interleaver()
         if run is not None:
-            run.handle(Generation.surplus, value)
+            value = run.handle(Generation.surplus, value)
+        if self._given is not None:
+            self._given.put(value)
 
     def end(self) -> None:
-        """Do nothing: ``generate`` calls this at the end."""
+        """End the streamer of the user: ``generate`` calls this at the end."""
+        if self._given is not None:
+            self._given.end()

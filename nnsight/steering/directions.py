@@ -106,9 +106,9 @@ def _chosen(hidden: torch.Tensor, mask: torch.Tensor | None, position: int | str
     """Return one hidden state of each row, ``[batch, hidden]``; ``mask`` is 0 at padding."""
     real = torch.ones(hidden.shape[:2], dtype=torch.long, device=hidden.device) if mask is None else mask
     real = real.to(hidden.device)
-    if position == "mean":
-        weights = real.to(hidden.dtype)
-        return (hidden * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
+    if position == "mean":  # in float32: a sum over all tokens may be too large for float16
+        weights = real.float()
+        return (hidden.float() * weights[..., None]).sum(1) / weights.sum(1, keepdim=True)
     order = real.cumsum(1) - 1 + (real - 1) * real.shape[1]  # the number of each token in its prompt; negative for padding
     wanted = int(position) if int(position) >= 0 else real.sum(1, keepdim=True) + int(position)
     found = (order == wanted).to(hidden.dtype)
@@ -124,6 +124,7 @@ def _pca(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     return torch.linalg.svd(ours - theirs, full_matrices=False).Vh[0]
 
 
+@torch.inference_mode(False)
 @torch.enable_grad()
 def _probe(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """Return the normal of a logistic regression on standardized channels, with a small L2 penalty, which makes the solution unique."""

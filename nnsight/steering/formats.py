@@ -24,7 +24,7 @@ from .gguf import MAGIC, control_vector
 #: The directions of a vector by the number of their layer; the key ``None`` stands for any layer.
 Directions = dict[int | None, torch.Tensor]
 
-_KEY = re.compile(r"(?:(?P<group>.+)\.)?(?P<layer>\d+)")
+_KEY = re.compile(r"(?:(?P<group>.+)\.)?(?P<layer>[0-9]+)")
 
 
 def parse_vector(data: bytes, source: str, name: str | None = None) -> Directions:
@@ -38,7 +38,10 @@ def parse_vector(data: bytes, source: str, name: str | None = None) -> Direction
     for key, tensor in tensors.items():
         found = _KEY.fullmatch(key)
         group, layer = (found["group"] or "", int(found["layer"])) if found else (key, None)
-        groups.setdefault(group, {})[layer] = key, tensor
+        directions = groups.setdefault(group, {})
+        if layer in directions:
+            raise ValueError(f"{source}: the keys {directions[layer][0]!r} and {key!r} are both for layer {layer}.")
+        directions[layer] = key, tensor
     if not groups:
         raise ValueError(f"{source}: the file has no tensors.")
     if len(groups) > 1 and name not in groups:

@@ -149,7 +149,7 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         if steps is None and not callable(scale):
             return _edited(model, paths, directions, _number(scale), mode, limits, match_norm, which)
         with model.edit() as (tracer, steered):
-            for step in tracer.iter[slice(None) if steps is None else steps]:
+            for step in tracer.iter[_in_order(steps)]:
                 for number, path in enumerate(paths):
                     layer = steered.get(path)
                     output = read(layer)
@@ -223,6 +223,11 @@ def _check(mode: str, low: float, high: float) -> None:
         raise ValueError(f"low={low} and high={high}: clamp takes one limit or both, the lower one first.")
 
 
+def _in_order(steps: int | slice | Sequence[int] | None) -> int | slice | list[int]:
+    """Return steps as ``tracer.iter`` takes them."""
+    return slice(None) if steps is None else steps if isinstance(steps, (int, slice)) else sorted(set(steps))
+
+
 def _number(value: float) -> torch.Tensor:
     return torch.tensor(float(value), device="cpu")
 
@@ -271,8 +276,9 @@ def _changed(
         else:
             target = torch.clamp(along, *(limit.to(along) for limit in limits)) if mode == "clamp" else 0.0
             changed = part + (target - along) * direction
-    if match_norm:
-        changed = changed * (part.norm(dim=-1, keepdim=True) / changed.norm(dim=-1, keepdim=True).clamp_min(1e-12))
+    if match_norm:  # in float32: in float16, a length may be too large, or too small for the limit of the divisor
+        before, after = (each.norm(dim=-1, keepdim=True, dtype=torch.float32) for each in (part, changed))
+        changed = (changed * (before / after.clamp_min(1e-12))).to(hidden.dtype)
     if whole:
         return changed
     copied = hidden.clone()

@@ -14,7 +14,7 @@ import nnsight
 from nnsight import LanguageModel, NNsight, fx
 from nnsight.runtime import OutOfOrderError
 
-from ..conftest import both, same
+from ..conftest import CACHE, both, same
 
 LONG = "The Colosseum is in the city of"
 SHORT = "The Eiffel Tower is in the"
@@ -173,6 +173,67 @@ def test_the_streamer_shows_tokens_as_they_come(model: LanguageModel, compile: b
             pieces.append(model.generator.streamer.output)
     same(pieces[0], arguments["input_ids"])
     same(torch.cat(pieces[1:]), expected[0, -NEW:])
+
+
+def test_a_streamer_of_the_user_gets_what_the_block_leaves(model: LanguageModel) -> None:
+    class Pieces:
+        def __init__(self) -> None:
+            self.got: list[Any] = []
+
+        def put(self, piece: torch.Tensor) -> None:
+            self.got.append(piece.clone())
+
+        def end(self) -> None:
+            self.got.append("end")
+
+    plain, traced, edited = Pieces(), Pieces(), Pieces()
+    model._module.generate(**ids_of(model, LONG), **GREEDY, streamer=plain)
+    with model.generate(LONG, **GREEDY, streamer=traced, scan=True) as tracer:
+        seen = [].save()
+        for _ in tracer.iter[: NEW + 1]:
+            seen.append(model.generator.streamer.output)
+    same((traced.got, seen), (plain.got, plain.got[:-1]))
+    with model.generate(LONG, **GREEDY, streamer=edited):
+        model.generator.streamer.output = torch.zeros(1, 1)
+    same(edited.got[0], torch.zeros(1, 1))
+    same(edited.got[1:], plain.got[1:])
+
+
+def test_runs_on_fake_tensors_leave_out_stop_strings(model: LanguageModel) -> None:
+    """Transformers keeps tensors for them in a global cache."""
+    options = {**GREEDY, "stop_strings": [" Rome"], "tokenizer": model.tokenizer}
+    with model.generate(**options) as tracer:
+        with tracer.invoke(LONG):
+            first = tracer.result.save()
+        with tracer.invoke(SHORT):
+            second = tracer.result.save()
+    expected = model._module.generate(**ids_of(model, LONG, SHORT), **options)
+    same(torch.cat([first, second]), expected)
+    config = transformers.GenerationConfig(**GREEDY, stop_strings=[" Paris"])
+    with model.generate(LONG, generation_config=config, tokenizer=model.tokenizer, scan=True) as tracer:
+        scanned = tracer.result.save()
+    same(scanned, model._module.generate(**ids_of(model, LONG), generation_config=config, tokenizer=model.tokenizer))
+    assert config.stop_strings == [" Paris"]
+
+
+def test_options_of_a_generation_are_kept(model: LanguageModel) -> None:
+    """The pad token of a ``generation_config``, positions in an encoding, and the mask beside a cache."""
+    ids = ids_of(model, LONG, SHORT)
+    first = int(model._module.generate(**ids_of(model, "Rome"), **GREEDY)[0, -NEW])
+    config = transformers.GenerationConfig(**GREEDY, eos_token_id=first, pad_token_id=7)
+    own, model._module.generation_config.pad_token_id = model._module.generation_config.pad_token_id, None
+    try:
+        expected = model._module.generate(**ids_of(model, LONG, "Rome"), generation_config=config)
+        assert expected[1, -1] == 7
+        same(model.generate([LONG, "Rome"], generation_config=config), expected)
+    finally:
+        model._module.generation_config.pad_token_id = own
+    scores = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
+    moved = {**ids, "position_ids": (ids["attention_mask"].cumsum(1) - 1).clamp(min=0) + 5}
+    same(model.generate(moved, **scores).logits, model._module.generate(**moved, **scores).logits)
+    expected = model._module.generate(**ids, **scores)
+    found = model.generate([LONG, SHORT], **scores, **{CACHE: transformers.DynamicCache(config=model._module.config)})
+    same(found.logits, expected.logits)
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------

@@ -259,6 +259,42 @@ def test_continuing_a_cache_leaves_positions_to_the_model(decoder: Module, token
     torch.testing.assert_close(continued[:, -1], decoder(**whole).logits[:, -1])
 
 
+def test_padding_is_masked_in_an_empty_cache_and_refused_behind_a_filled_one(decoder: Module, tokenizer: Any) -> None:
+    model = LanguageModel(decoder, tokenizer)
+    expected = logits_of(model, TEXTS)
+    found = logits_of(model, TEXTS, **{CACHE: transformers.DynamicCache(config=decoder.config)})
+    assert torch.equal(found, expected)
+    cache = decoder(input_ids=torch.ones(2, 3, dtype=torch.int64), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="continue a cache, so a mask must hide their padding"):
+        prepared(model, [TEXT, SHORT], **{CACHE: cache})
+    with pytest.raises(ValueError, match="continue a cache, so a mask must hide their padding"), model.trace() as tracer:
+        for prompt in (TEXT, SHORT):
+            with tracer.invoke(prompt, **{CACHE: cache}):
+                pass
+
+
+def test_a_list_of_encodings_is_refused(model: LanguageModel) -> None:
+    with pytest.raises(TypeError, match="contains a BatchEncoding, an encoding. Pass a string"):
+        prepared(model, [model.tokenizer(TEXT), model.tokenizer(SHORT)])
+
+
+@pytest.mark.parametrize("family", ["Bart", "T5"])
+def test_an_encoder_decoder_that_classifies_starts_its_decoder_itself(family: str, tokenizer: Any) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    ends = {"vocab_size": 64, "num_labels": 3, "pad_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+    if family == "T5":
+        sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    config = getattr(transformers, f"{family}Config")(**sizes, **ends)
+    model = LanguageModel(getattr(transformers, f"{family}ForSequenceClassification")(config).eval(), tokenizer)
+    ids = torch.tensor([[5, 6, 7, 2], [8, 9, 3, 2]])
+    expected = model._module(input_ids=ids, labels=torch.tensor([0, 2]))
+    assert torch.equal(logits_of(model, ids), expected.logits)
+    with model.trace(ids, labels=[0, 2]):
+        loss = model.output.loss.save()
+    assert torch.equal(loss, expected.loss)
+
+
 # -- padding -----------------------------------------------------------------------------------------------
 
 

@@ -219,6 +219,9 @@ def test_labels_are_classes_however_they_are_written(classifier: TransformersMod
         with tracer.invoke(LONG):
             pass
     close(output.loss, loss)
+    three = torch.tensor([[2, 5, 3], [2, 6, 3], [2, 7, 3]])  # as many prompts as tokens
+    loss = classifier._module(input_ids=three, labels=torch.tensor([2, 1, 0])).loss
+    close(classifier.trace(three, labels=[2, 1, 0], trace=False).loss, loss)
     with pytest.raises(ValueError, match="`labels` has 3 rows, and there are 2 prompts"):
         classifier.trace([SHORT, LONG], labels=[2, 1, 0], trace=False)
     with pytest.raises(ValueError, match="Only some of the invokes have `labels`"), classifier.trace() as tracer:
@@ -530,6 +533,14 @@ def test_a_pipeline_is_traced_with_every_pass(writer: TransformersModel, compile
         model.lm_head.output[:, -1, 5] = 1e6
         edited = tracer.result.save()
     assert edited != expected
+
+
+def test_a_pipeline_has_the_preprocessors_that_the_model_has_now() -> None:
+    model = nnsight.TransformersModel("nnsight/demo", dispatch=True)
+    pipeline, former = model.pipeline, model.tokenizer
+    assert model.pipeline is pipeline
+    model.tokenizer = copy.deepcopy(former)
+    assert model.pipeline.tokenizer is model.tokenizer is not former
 
 
 @eager_and_slow

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from nnsight import LanguageModel, TransformersModel, VisionLanguageModel
 
@@ -204,6 +204,38 @@ def test_a_chat_with_an_image(seeing: VisionLanguageModel) -> None:
         beside = seeing.lm_head.output.save()
     assert torch.equal(inside, expected)
     assert torch.equal(beside, expected)
+
+
+@pytest.mark.parametrize("images", ["inside", "beside", "none"])
+def test_each_chat_of_a_list_is_answered_or_continued(seeing: VisionLanguageModel, images: str) -> None:
+    def chat(number: int, *begun: str) -> list[dict[str, Any]]:
+        image = {"inside": [{"type": "image", "image": IMAGES[number]}], "beside": [{"type": "image"}], "none": []}[images]
+        asked = {"role": "user", "content": [*image, {"type": "text", "text": "what is this ?"}]}
+        return [asked, *({"role": "assistant", "content": [{"type": "text", "text": text}]} for text in begun)]
+
+    mark = "" if images == "none" else "<image> "
+    rendered = [f"user: {mark}what is this ? assistant:", f"user: {mark}what is this ? assistant: a cat"]
+    pairs = zip(rendered, IMAGES[:2], strict=True)
+    expected = [seeing._module(**alone(seeing, text, [image] if mark else None)).logits[:, -1] for text, image in pairs]
+    with seeing.trace([chat(0), chat(1, "a cat")], **({"images": IMAGES[:2]} if images == "beside" else {})):
+        logits = seeing.lm_head.output[:, -1].save()
+    torch.testing.assert_close(logits, torch.cat(expected))
+
+
+def test_the_start_of_a_rendered_chat_is_there_once() -> None:
+    module, processor = llava()
+    processor.tokenizer.add_special_tokens({"bos_token": "<eos>"})
+    processor.tokenizer._tokenizer.post_processor = processors.TemplateProcessing("<eos> $A", None, [("<eos>", 1)])
+    processor.chat_template = "<eos> " + TEMPLATE
+    model = VisionLanguageModel(module, processor)
+
+    def ids(image: dict[str, Any], **kwargs: Any) -> list[int]:
+        content = [{"type": "image", **image}, {"type": "text", "text": "what is this ?"}]
+        found: list[int] = model._prepare_input([{"role": "user", "content": content}], **kwargs)[1]["input_ids"][0].tolist()
+        return found
+
+    assert ids({}, images=IMAGES[0]) == ids({"image": IMAGES[0]})
+    assert ids({}, images=IMAGES[0]).count(1) == 1
 
 
 def test_pixels_have_the_type_of_the_model() -> None:

@@ -55,6 +55,23 @@ def test_each_method_finds_a_direction_that_tells_the_prompts_apart(model: Any, 
             assert abs(float(first @ unit)) > 0.999
 
 
+@torch.inference_mode()
+def test_each_method_works_in_inference_mode(model: Any) -> None:
+    for method in ("mean", "pca", "probe"):
+        options: dict[str, Any] = {"method": method, "layers": 3, "progress": False}
+        found = contrast(model, POSITIVE, NEGATIVE, **options)
+        with torch.inference_mode(False):
+            assert found == contrast(model, POSITIVE, NEGATIVE, **options)
+
+
+def test_a_mean_over_tokens_in_float16_does_not_overflow() -> None:
+    model: Any = demo_model(dtype=torch.float16)
+    with model.edit() as edited:
+        model.transformer.h[3].output[:] = 30000.0
+    vector = contrast(edited, POSITIVE, NEGATIVE, position="mean", layers=3, progress=False)
+    assert not vector[3].any()
+
+
 def test_prompts_that_do_not_differ_have_no_effect(model: Any) -> None:
     mixed = [prompt for pair in zip(POSITIVE, NEGATIVE, strict=True) for prompt in pair]
     vector = contrast(model, mixed[::2] + mixed[1::2], mixed[1::2] + mixed[::2], progress=False)

@@ -156,8 +156,9 @@ def assert_steered(net: Any, vector: SteeringVector, options: dict[str, Any], co
         {"scale": 2.0, "steps": slice(1, None)},
         {"scale": 2.0, "steps": [0, 3], "layers": [0, 1]},
         {"mode": "ablate", "steps": 2},
+        {"scale": 2.0, "steps": (3, 0, 3)},
     ],
-    ids=["schedule", "first steps", "behind the prompt", "some steps", "one step"],
+    ids=["schedule", "first steps", "behind the prompt", "some steps", "one step", "steps in any order"],
 )
 @pytest.mark.parametrize(("make", "compile"), [(gpt2, False), (llama, False), pytest.param(gpt2, True, marks=pytest.mark.slow)])
 def test_steps_and_schedules(make: Any, compile: bool, vector: SteeringVector, options: dict[str, Any], recwarn: Any) -> None:
@@ -172,6 +173,20 @@ def test_steps_and_schedules(make: Any, compile: bool, vector: SteeringVector, o
     assert torch.equal(found.sequences, due.sequences)
     torch.testing.assert_close(torch.stack(found.scores), torch.stack(due.scores), atol=1e-4, rtol=1e-4)
     assert not [warning for warning in recwarn if "loop ended" in str(warning.message)]
+
+
+def test_lengths_in_float16_are_neither_too_large_nor_too_small() -> None:
+    class Layers(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Identity()])
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return self.blocks[1](self.blocks[0](hidden))
+
+    hidden = torch.tensor([[[0.0] * 4, [60000.0] * 4]], dtype=torch.float16)
+    steered = SteeringVector({0: torch.ones(4)}, "blocks").apply(NNsight(Layers()), match_norm=True)
+    assert torch.equal(steered(hidden), hidden)
 
 
 @pytest.mark.slow

@@ -102,6 +102,7 @@ def test_gguf_control_vectors(dtype: torch.dtype, alignment: int) -> None:
         (save({"direction.1": torch.ones(4)})[:-3], "neither a safetensors file"),
         (save({}), "file: the file has no tensors"),
         (save({"direction.1": torch.ones(2, 4)}), r"file: 'direction.1' has shape \(2, 4\)"),
+        (save({"3": torch.ones(4), "03": torch.zeros(4)}), "file: the keys '0?3' and '0?3' are both for layer 3"),
         (save({"direction.1": torch.ones(0)}), r"file: 'direction.1' has shape \(0,\)"),
         (save({"direction.1": torch.ones(4, dtype=torch.int64)}), "file: 'direction.1' has dtype torch.int64"),
         (save({"direction.1": torch.tensor([1.0, float("nan")])}), "file: 'direction.1' has values that are not finite"),

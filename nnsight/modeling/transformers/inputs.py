@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from ...runtime.tracer import Arguments
-from ..forms import FORMS, all_are, by_name, describe, id_rows, id_tensor
+from ..forms import CACHES, FORMS, all_are, by_name, describe, id_rows, id_tensor
 from .fields import FIELDS, PAD_TOKEN, positions, refuse_to_share, stack
 
 logger = logging.getLogger("nnsight.modeling")
@@ -44,8 +44,10 @@ _TEXT_OPTIONS = {
     *("text_pair", "truncation", "tokenizer_kwargs"),
 }
 
-#: Argument names of the key-value cache or recurrent state that a call continues, in several releases of transformers.
-_CACHES = ("cache", "past_key_values", "cache_params")
+_NO_MASK_OF_CACHE = (
+    "Prompts of different lengths continue a cache, so a mask must hide their padding: pass an `attention_mask=` with an entry for each "
+    "token of the cache and of the prompts."
+)
 
 #: The tensors ``decoder_input_ids`` that :meth:`TextInput._start_decoder` made, because none were given.
 _started = WeakIdKeyDictionary()
@@ -98,7 +100,7 @@ class TextInput:
             No positional arguments, and as keyword arguments, on the model's device:
 
             - ``input_ids`` and ``attention_mask``, int64 ``[batch, sequence]``. Ids in a tensor without a mask are taken as unpadded.
-              If a decoder continues a cache, only a given mask is passed on, and it must cover the cache, too.
+              If a decoder continues a cache that is not empty, only a given mask is passed on, and it must cover the cache, too.
             - ``position_ids``, of the same shape, for models that take them and are padded on the left. They count the tokens after
               the padding; in a row whose mask has gaps, they count every entry. Absent if the mask also covers a cache.
             - ``decoder_input_ids`` ``[batch, 1]``, the start token, for encoder-decoder models that get neither those nor labels.
@@ -109,16 +111,18 @@ class TextInput:
         accepted, any_name = _parameters(self._module)
         options = {name: given.pop(name) for name in (self._options_of_invokes - accepted) & given.keys()}
         prepared = {} if ids is None else self._encode(ids, options)
-        if any(given.get(name) is not None for name in _CACHES) and not self._is_encoder_decoder:
-            prepared.pop("attention_mask", None)
-        width = 0 if ids is None else prepared["input_ids"].shape[-1]
+        continues = not self._is_encoder_decoder and _continues_cache(given)
+        made = prepared.pop("attention_mask", None) if continues else None
+        if made is not None and given.get("attention_mask") is None and not made.all():
+            raise ValueError(_NO_MASK_OF_CACHE)
+        count, width = (0, 0) if ids is None else (len(prepared["input_ids"]), prepared["input_ids"].shape[-1])
         for name, value in given.items():
             is_rows = name in _ROWS and value is not None
-            prepared[name] = self._tensor(name, value, width) if is_rows else value
+            prepared[name] = self._tensor(name, value, count, width) if is_rows else value
         for name in ("inputs_embeds", "decoder_inputs_embeds"):
             if getattr(prepared.get(name), "ndim", 0) == 2:  # one row
                 prepared[name] = prepared[name].unsqueeze(0)
-        if ids is None and prepared.get("inputs_embeds") is not None and not any(given.get(name) is not None for name in _CACHES):
+        if ids is None and prepared.get("inputs_embeds") is not None and not continues:
             embeds = prepared["inputs_embeds"]
             prepared.setdefault("attention_mask", torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device))
         check_rows(prepared)
@@ -151,6 +155,9 @@ class TextInput:
                 raise ValueError(f"`{name}` differs between invokes: {before!r} and {added!r}. They run as one batch.")
             else:
                 joined[name] = added
+        widths = {part["input_ids"].shape[-1] for part in (batched[1], kwargs) if "input_ids" in part}
+        if len(widths) > 1 and "attention_mask" not in joined and _continues_cache(joined):
+            raise ValueError(_NO_MASK_OF_CACHE)
         return ((), joined), rows
 
     def _join(self, name: str, before: Any, added: Any, above: Mapping[str, Any], below: Mapping[str, Any]) -> torch.Tensor:
@@ -195,6 +202,8 @@ class TextInput:
                 options["text_pair"] = [options["text_pair"]]
             columns = dict(self._require_tokenizer()(list(prompts), **options, **more))
         elif all_are(prompts, Mapping):
+            if any("input_ids" in message for message in prompts):
+                raise TypeError(f"The list of prompts contains {describe(prompts[0])}, an encoding. Pass {FORMS}.")
             columns = self._render([prompts], options)
         elif all_are(prompts, (list, tuple)) and all(chat and all_are(chat, Mapping) for chat in prompts):
             columns = self._render(prompts, options)
@@ -222,17 +231,15 @@ class TextInput:
             if name in of_tokenizer:
                 rendering[name] = of_tokenizer.pop(name)
         for chat in chats:
-            unfinished = chat[-1].get("role") == "assistant"
-            ends = {"add_generation_prompt": not unfinished, "continue_final_message": unfinished}
             encoding = tokenizer.apply_chat_template(
-                list(chat), return_dict=True, tokenizer_kwargs=of_tokenizer, **{**ends, **rendering}
+                list(chat), return_dict=True, tokenizer_kwargs=of_tokenizer, **{**ending(chat), **rendering}
             )
             for name, row in encoding.items():
                 columns.setdefault(name, []).append(row)
         return columns
 
-    def _tensor(self, name: str, value: Any, width: int) -> torch.Tensor:
-        """Return the argument ``name`` as a tensor with a row for each prompt; shorter rows are padded to the ``width`` of prompts."""
+    def _tensor(self, name: str, value: Any, count: int, width: int) -> torch.Tensor:
+        """Return the argument ``name`` as a tensor with a row for each of ``count`` prompts; short rows are padded to their ``width``."""
         if isinstance(value, Sequence) and value and all_are(value, (list, tuple, torch.Tensor, np.ndarray)):
             own_length = self._is_encoder_decoder and FIELDS[name].is_of_decoder
             value = self._pad(name, [list(row) for row in value], 0 if own_length else width)
@@ -241,8 +248,8 @@ class TextInput:
             return tensor.unsqueeze(0)
         if tensor.ndim != 1:
             return tensor
-        # Labels whose number differs from the length of the prompt are class labels, one for each prompt.
-        classes = name == "labels" and not self._is_encoder_decoder and len(tensor) != width
+        # Labels of several prompts, or whose number differs from the length of the prompt, are class labels, one for each prompt.
+        classes = name == "labels" and (count > 1 or (not self._is_encoder_decoder and len(tensor) != width))
         return tensor if classes or FIELDS[name].is_one_per_row else tensor.unsqueeze(0)
 
     def _pad(self, name: str, rows: Sequence[Sequence[int]], width: int = 0) -> torch.Tensor:
@@ -300,9 +307,11 @@ class TextInput:
         return 0
 
     def _start_decoder(self, prepared: dict[str, Any]) -> None:
-        """Add ``decoder_input_ids`` with the start token, unless the decoder has other inputs."""
+        """Add ``decoder_input_ids`` with the start token, unless the decoder has other inputs, or the model classifies and starts it."""
         begun = ("labels", "decoder_input_ids", "decoder_inputs_embeds")
-        if any(prepared.get(name) is not None for name in begun):
+        module: Any = self._module
+        starts_itself = getattr(module, "base_model", module) is not module and not (hasattr(module, "generate") and module.can_generate())
+        if starts_itself or any(prepared.get(name) is not None for name in begun):
             return
         names = ("input_ids", "inputs_embeds", getattr(self._module, "main_input_name", "input_ids"))
         source = next((prepared[name] for name in names if prepared.get(name) is not None), None)
@@ -360,6 +369,12 @@ def _signature_of(function: Any) -> tuple[set[str], bool]:
     return names, any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values())
 
 
+def ending(chat: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
+    """Return the options of a chat template with which the model answers a chat, or continues its last message if it is its own."""
+    unfinished = chat[-1].get("role") == "assistant"
+    return {"add_generation_prompt": not unfinished, "continue_final_message": unfinished}
+
+
 def refuse_options(options: Mapping[str, Any], form: str) -> None:
     """Raise ``ValueError`` for ``options`` that have no effect on a prompt of this ``form``."""
     if any(options.values()):
@@ -382,6 +397,12 @@ def check_rows(prepared: dict[str, Any], count: int | None = None) -> None:
         if len(value) != 1 or name not in ("position_ids", "token_type_ids"):
             raise ValueError(f"`{name}` has {len(value)} rows, and there are {count} prompts: it needs one row for each.")
         prepared[name] = value.expand(count, -1)
+
+
+def _continues_cache(given: Mapping[str, Any]) -> bool:
+    """Whether a call with these arguments continues a cache that is not empty."""
+    caches = [given[name] for name in CACHES if given.get(name) is not None]
+    return any(not hasattr(cache, "get_seq_length") or int(cache.get_seq_length()) > 0 for cache in caches)
 
 
 def _count_positions(prepared: dict[str, Any]) -> None:

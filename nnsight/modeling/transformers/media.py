@@ -20,7 +20,7 @@ import torch
 from ...runtime.tracer import Arguments
 from ..forms import all_are
 from .fields import stack
-from .inputs import _CHAT_OPTIONS, TextInput, refuse_options
+from .inputs import _CHAT_OPTIONS, TextInput, ending, refuse_options
 
 #: Inputs of the processor other than text.
 _MEDIA = ("images", "videos", "audio")
@@ -60,7 +60,7 @@ class MediaInput(TextInput):
         media = {name: kwargs.pop(name) for name in _MEDIA if kwargs.get(name) is not None}
         for name in _MEDIA:
             kwargs.pop(name, None)
-        if media or (len(inputs) == 1 and _has_media(inputs[0])):
+        if media or (len(inputs) == 1 and (_has_media(inputs[0]) or self._renders(inputs[0]))):
             if len(inputs) != 1 or _without_text(inputs[0]):
                 raise ValueError(
                     f"There are {', '.join(media) or 'images'} and no text. Pass the prompt as text or as a chat, with the image "
@@ -129,13 +129,13 @@ class MediaInput(TextInput):
         of_chat |= of_chat.pop("chat_template_kwargs", None) or {}
         options |= given
         if not _is_text(prompt):
-            chats = prompt if isinstance(prompt[0], (list, tuple)) else [prompt]
-            unfinished = chats[0][-1].get("role") == "assistant"
-            rendering = {"add_generation_prompt": not unfinished, "continue_final_message": unfinished, **of_chat}
+            chats = [list(chat) for chat in (prompt if isinstance(prompt[0], (list, tuple)) else [prompt])]
             if not media:
-                rendering |= {"tokenize": True, "return_dict": True, "processor_kwargs": options}
-                return dict(self.processor.apply_chat_template(list(chats), **rendering))
-            prompt = self.processor.apply_chat_template(list(chats), tokenize=False, **rendering)
+                return self._process_chats(chats, options, of_chat)
+            prompt = [self.processor.apply_chat_template(chat, tokenize=False, **{**ending(chat), **of_chat}) for chat in chats]
+            start = getattr(self.tokenizer, "bos_token", None)
+            if start is not None and prompt[0].startswith(start):  # the template has written what the tokenizer would add
+                options.setdefault("add_special_tokens", False)
         else:
             refuse_options(of_chat, "text and no chat")
         texts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -147,6 +147,20 @@ class MediaInput(TextInput):
         if "images" in media and not isinstance(media["images"], (list, tuple)):
             media = {**media, "images": [media["images"]]}
         return dict(self.processor(text=texts, **media, **options))
+
+    def _renders(self, prompt: Any) -> bool:
+        """Whether a prompt is a chat for which the processor has a template. Its template applies to all chats, also to those of text."""
+        return getattr(self.processor, "chat_template", None) is not None and bool(_messages(prompt)) and "role" in _messages(prompt)[0]
+
+    def _process_chats(self, chats: list[Any], options: dict[str, Any], of_chat: dict[str, Any]) -> dict[str, Any]:
+        """Return the processor's tensors for chats that contain their images. Chats with different ends are processed one by one."""
+        groups = [chats] if all(ending(chat) == ending(chats[0]) for chat in chats) else [[chat] for chat in chats]
+        joined: Arguments | None = None
+        for group in groups:
+            rendering = {"tokenize": True, "return_dict": True, "processor_kwargs": dict(options)} | ending(group[0]) | of_chat
+            joined, _ = self._batch(joined, **self.processor.apply_chat_template(group, **rendering))
+        assert joined is not None
+        return dict(joined[1])
 
     @property
     def _counts_positions(self) -> bool:

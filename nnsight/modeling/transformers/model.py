@@ -225,11 +225,13 @@ class TransformersModel(TaskInput, HuggingFaceModel):
     @property
     def pipeline(self) -> Any:
         """The transformers pipeline of the task, with this model and its preprocessors. Its calls run without blocks and edits."""
-        made = self.__dict__.get("_pipeline")
+        names = ("tokenizer", "image_processor", "feature_extractor", "video_processor", "processor")
+        parts = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        made, known = self.__dict__.get("_pipeline", (None, {}))
         device = getattr(self._module, "device", torch.device("cpu"))
+        if parts.keys() != known.keys() or any(parts[name] is not known[name] for name in parts):  # one was replaced
+            made = None
         if made is None:
-            names = ("tokenizer", "image_processor", "feature_extractor", "video_processor", "processor")
-            parts = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
             side = getattr(self.tokenizer, "padding_side", None)
             where = {} if hasattr(self._module, "hf_device_map") else {"device": device}
             try:
@@ -238,7 +240,7 @@ class TransformersModel(TaskInput, HuggingFaceModel):
                 raise RuntimeError(f"The pipeline of the task {self.task!r} could not be made: {error}") from error
             if self.tokenizer is not None:
                 self.tokenizer.padding_side = side  # some pipelines change it
-            self.__dict__["_pipeline"] = made
+            self.__dict__["_pipeline"] = made, parts
         made.model, made.device = self._module, device
         return made
 

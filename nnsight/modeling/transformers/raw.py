@@ -167,10 +167,10 @@ class TaskInput(MediaInput):
                 made_rows[value] = True
                 if reason is not None:
                     unbatchable[value] = reason
-        width = prepared["input_ids"].shape[-1] if "input_ids" in prepared else 0
+        count, width = (len(prepared["input_ids"]), prepared["input_ids"].shape[-1]) if "input_ids" in prepared else (len(calls), 0)
         for name, value in kwargs.items():
             is_rows = name in _ROWS and value is not None
-            prepared[name] = self._tensor(name, value, width) if is_rows else value
+            prepared[name] = self._tensor(name, value, count, width) if is_rows else value
         check_rows(prepared, len(calls) if reason is None else None)
         return (), self._completed(prepared)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ import requests
 import torch
 
 from nnsight import demo_model
-from nnsight.remote.openai.routes import OpenAIModel, openai_routes
+from nnsight.remote.openai.requests import checked, parse
+from nnsight.remote.openai.routes import OpenAIModel, _events, _Run, openai_routes
 from nnsight.remote.server.keys import Account, OpenDoor
 from nnsight.remote.server.serve import in_background
 from nnsight.steering.registry import Vectors
@@ -157,6 +160,36 @@ def test_a_stream_of_two_answers(address: str, model: Any) -> None:
         texts = [event["choices"][0]["text"] for event in streamed if event["choices"][0]["index"] == index]
         assert "".join(texts) == alone(model, PROMPTS[index])
         assert len(texts) > 2
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_answer_that_ends_while_an_event_is_sent_is_told_in_full(model: Any, fails: bool) -> None:
+    class Manual:
+        model: Any = SimpleNamespace(tokenizer=None)
+        generator: Any = SimpleNamespace(submit=lambda answer: None)
+
+        def additions(self, request: Any) -> dict[int, Any]:
+            return {}
+
+    async def streamed() -> str:
+        body = parse(b'{"model": "demo", "prompt": "x", "stream": true}', chat=False)
+        run = _Run(Manual(), checked(body, model.tokenizer, 128))  # type: ignore[arg-type]
+        (answer,), told = run.answers, _events(run, False, {})
+        answer.text = "one"
+        found = [await anext(told)]
+        if fails:
+            answer.fail(RuntimeError())
+        else:
+            answer.text, answer.reason = "one two", "length"
+            answer._tell()
+        return "".join([*found, *[event async for event in told]])
+
+    text = asyncio.run(asyncio.wait_for(streamed(), 20))
+    if fails:
+        assert "server_error" in text and "[DONE]" not in text
+    else:
+        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in text.split("\n\n")[:-2]]
+        assert [(choice["text"], choice["finish_reason"]) for choice in choices] == [("one", None), (" two", "length")]
 
 
 def test_it_stops_at_a_text_and_at_the_end(address: str, model: Any) -> None:

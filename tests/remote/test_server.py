@@ -142,7 +142,8 @@ def test_payloads_of_other_clients_are_refused_and_never_run(server: Running, or
 
 
 def test_bad_envelopes_and_bodies_are_refused(server: Running) -> None:
-    odd = ({"session_id": "../x"}, {"nonce": "1"}, {"nonce": 3})
+    named = [f'x.Y:{{"repo_id": {repo}, "revision": {revision}}}' for repo, revision in (('"\\ud800"', '""'), ('"m"', '"\\ud800"'))]
+    odd = ({"session_id": "../x"}, {"nonce": "1"}, {"nonce": 3}, *({"model_key": key} for key in named))
     for envelope in ([], 3, {}, {"model_key": 3}, *({"model_key": "m", **more} for more in odd)):
         assert server.post(order(say="x"), envelope=envelope).status_code == 400
 
@@ -693,8 +694,9 @@ def test_what_a_dead_server_left_half_written_is_removed(tmp_path: Path) -> None
 
 def test_results_are_kept_for_a_while(orders: Orders, tmp_path: Path) -> None:
     with running(orders.engine(), tmp_path, settings=Settings(keep=0.2)) as server:
-        job = server.submit(order(say="x"), nonce=nonce())
-        until(lambda: server.get(f"/response/{job}").status_code == 404)
+        jobs = [server.submit(order(say="x"), nonce=chosen) for chosen in ([], {}, None, nonce())]
+        until(lambda: all(server.get(f"/response/{job}").status_code == 404 for job in jobs))
+        assert not server.gateway.problems
         until(lambda: not kept(tmp_path) and not Spool(tmp_path).recover())
         assert not server.gateway._by_nonce
         assert server.figure("nnsight_spool_bytes") == 0
@@ -853,6 +855,9 @@ def test_a_job_tells_nothing_after_its_end_and_keeps_so_many_remarks() -> None:
             job.tell(JobStatus.LOG, "x" * 100_000)
         assert job.status is JobStatus.RUNNING and len(job.messages) == 1001
         assert len(job.messages[5]["description"]) < 20_000
+        half = ServerJob("a", "m", "", "", 0, 1.0)
+        half.tell(JobStatus.ERROR, "half a pair: \ud800")
+        assert half.latest["description"] == "half a pair: ?"
         job.tell(JobStatus.COMPLETED)
         job.tell(JobStatus.ERROR, "late")
         return [message["status"] async for told in job.follow(job.messages[-2]["number"]) for message in told]

@@ -306,6 +306,9 @@ def test_penalties_and_biases_change_the_logits(address: str, model: Any) -> Non
         ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "other"}}, 400, "nnsight_layers is missing"),
         ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "mood", "nnsight_layers": 9}}, 400, "Layer 9 cannot be steered"),
         ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "mood", "nnsight_start": -2}}, 400, "nnsight_start is a position"),
+        ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "mood", "nnsight_start": 2**63}}, 400, "nnsight_start is a position"),
+        ({"prompt": "\ud800"}, 400, "not valid JSON"),
+        ({"prompt": "x", "vllm_xargs": {"\ud800": 1}}, 400, "not valid JSON"),
         ({"prompt": "x", "nnsight_vector": "mood"}, 400, "`nnsight_vector`: Extra inputs are not permitted"),
     ],
 )

@@ -27,6 +27,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from nnsight import cli
 from nnsight.remote.protocol import CONTENT_TYPE, JobStatus, ModelKey, join_packet, split_packet
 from nnsight.remote.server import sessions
+from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.gateway import Gateway
 from nnsight.remote.server.jobs import ServerJob
 from nnsight.remote.server.keys import Account, KeyFile, add_key, read_accounts, remove_key
@@ -38,7 +39,20 @@ from nnsight.remote.server.telemetry import JsonLines
 
 from .. import ROOT
 from ..serving import free_port
-from .remoting import MODEL, Accounts, Orders, Plain, Running, account, messages, nonce, order, running, until
+from .remoting import (
+    MODEL,
+    Accounts,
+    Orders,
+    Plain,
+    Running,
+    account,
+    messages,
+    nonce,
+    order,
+    read_order,
+    running,
+    until,
+)
 
 # -- the protocol ----------------------------------------------------------------------------------------------------------------
 
@@ -749,6 +763,40 @@ def test_a_job_that_ends_the_process_each_time_is_not_tried_for_ever(tmp_path: P
         orders.gate.set()
         assert orders.seen == ["deadly"] * (attempt < 2)
     assert ended["status"] == "ERROR" and ended["data"]["error"] == "EngineLostError"
+
+
+def test_jobs_of_a_group_that_ends_the_process_run_alone_after_it(tmp_path: Path) -> None:
+    started, gate = threading.Event(), threading.Event()
+    seen: list[list[str]] = []
+
+    def outcomes(payloads: Any, logs: Any) -> Any:
+        said = [str(read_order(payload)["say"]) for payload in payloads]
+        seen.append(said)
+        if {"first", "deadly"} & set(said):
+            started.set()
+            assert gate.wait(20)
+        return [text.encode() for text in said]
+
+    def engine() -> ThreadEngine:
+        return ThreadEngine(outcomes, "test-engine", lambda payload: read_order(payload).get("kind"))
+
+    with running(engine(), tmp_path) as server:
+        server.submit(order(say="first"))
+        until(started.is_set)
+        jobs = {say: server.submit(order(say=say, kind="k")) for say in ("one", "deadly", "other")}
+        started.clear()
+        gate.set()
+        gate.clear()
+        until(started.is_set)
+    for _ in range(2):
+        started.clear()
+        with running(engine(), tmp_path) as server:
+            until(lambda: started.is_set() or server.finished(jobs["other"]))
+            if not started.is_set():
+                ended = {say: server.finished(job)["status"] for say, job in jobs.items()}
+    gate.set()
+    assert seen == [["first"], ["one", "deadly", "other"], ["one"], ["deadly"], ["other"]]
+    assert ended == {"one": "COMPLETED", "deadly": "ERROR", "other": "COMPLETED"}
 
 
 def test_damaged_records_and_strange_files_do_not_stop_the_server(tmp_path: Path) -> None:

@@ -75,9 +75,14 @@ class BatchGroup:
         return found if found is not None and found.fit(tensor, self.total) else None
 
     def take(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Return the rows of this group in ``tensor``: a view, or a copy if the rows are scattered."""
+        """Return the rows of this group in ``tensor``: a view, or a copy if the rows are scattered or share memory."""
         split, dim, added = rows.split(tensor, self.total)
-        return rows.merge(split.narrow(dim, self.start, self.size), added)
+        taken = rows.merge(split.narrow(dim, self.start, self.size), added)
+        return taken.clone() if self.share_memory(tensor, rows) else taken
+
+    def share_memory(self, tensor: torch.Tensor, rows: Rows) -> bool:
+        """Whether all rows are in the same memory, as in ``x.expand(rows, -1)``: an edit of one in place would edit the others."""
+        return self.total > 1 and tensor.layout is torch.strided and tensor.stride(rows.dim) == 0
 
     def put(self, location: str, tensor: torch.Tensor, rows: Rows, given: torch.Tensor, new: Any) -> torch.Tensor:
         """Return a copy of ``tensor`` with ``new`` in place of ``given``, the rows of this group.
@@ -152,7 +157,7 @@ class View:
             if rows is not None:
                 # If the block may read the gradient of its view, the model continues with that view, so that the gradient flows through it.
                 followed = whole.requires_grad and torch.is_grad_enabled()
-                if given is not new or followed or rows.scattered:
+                if given is not new or followed or rows.scattered or self._group.share_memory(whole, rows):
                     key = id(whole), id(given), id(new)
                     if key not in made:
                         made[key] = self._group.put(self._location, whole, rows, given, new)

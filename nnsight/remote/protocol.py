@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import json
 import re
-import types
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypedDict
@@ -106,8 +105,8 @@ class ModelKey:
             repo_id, revision, task = fields["repo_id"], fields.get("revision") or "main", fields.get("task")
         except (ValueError, KeyError, RecursionError):
             raise ValueError(f"The model key {text[:80]!r} has no JSON object with a `repo_id` after its first colon.") from None
-        if not isinstance(repo_id, str) or not isinstance(revision, str) or not isinstance(task, (str, types.NoneType)):
-            raise ValueError(f"`repo_id`, `revision` and `task` of the model key {text[:80]!r} must be strings.")
+        if not all(isinstance(name, str) and name.isprintable() for name in (repo_id, revision, "" if task is None else task)):
+            raise ValueError(f"`repo_id`, `revision` and `task` of the model key {text[:80]!r} must be strings of printable characters.")
         return cls(repo_id, revision, model_class, task, bool(fields["trust_remote_code"]) if "trust_remote_code" in fields else None)
 
     def matches(self, other: ModelKey) -> bool:

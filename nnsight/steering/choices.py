@@ -116,7 +116,7 @@ class Choice:
 def start_of(parameters: Mapping[str, Any], prefix: str = "") -> int:
     """Return the first steered position in ``parameters``, 0 by default; raise ``ValueError`` if it is not a position."""
     start = parameters.get(prefix + "start", 0)
-    if not _is_natural(start):
+    if not _is_natural(start) or start >= 2**63:
         raise ValueError(f"{prefix}start is a position, an integer from 0, not {start!r}.")
     return int(start)
 

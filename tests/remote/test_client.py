@@ -109,6 +109,28 @@ def test_a_socket_that_breaks_is_taken_up_again(server: Running, orders: Orders,
     assert any(request.startswith(b"GET /subscribe?framing=2&job=") for request in wire.requests)
 
 
+@pytest.mark.parametrize("sockets", [True, False])
+def test_what_a_job_prints_while_its_client_is_away_is_heard_later(server: Running, orders: Orders, wire: Wire, sockets: bool) -> None:
+    with client_of(wire.url) as client:
+        seen: list[tuple[str, str]] = []
+        for message, _ in client.run(order(say="x", wait=True, print=["one"]), str(MODEL)):
+            seen.append((message["status"], message["description"]))
+            if seen[-1] == ("LOG", "one"):
+                wire.never = () if sockets else (b"GET /subscribe",)
+                wire.cut()
+                job = server.gateway.jobs[message["id"]]
+                for told in [(JobStatus.LOG, "two"), (JobStatus.QUEUED, "again"), (JobStatus.LOG, "three")]:
+                    server.loop.call_soon_threadsafe(job.tell, *told)
+                until(lambda job=job: job.messages[-1]["description"] == "three")
+                if sockets:
+                    orders.gate.set()
+            elif seen[-1] == ("QUEUED", "again"):
+                wire.never = ()
+                orders.gate.set()
+    assert sorted(text for status, text in seen if status == "LOG") == ["one", "three", "two"]
+    assert [status for status, _ in seen if status != "LOG"] == [*STORY[:4], "QUEUED", "COMPLETED"]
+
+
 @pytest.mark.parametrize("bytes_of_answer", [0, 40, 250])
 @pytest.mark.parametrize("through_socket", [True, False])
 def test_a_submission_whose_answer_is_lost_makes_one_job(

@@ -21,7 +21,7 @@ from nnsight.remote.protocol import ModelKey
 from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.models import engine_of
 
-from .remoting import Catch, Running
+from .remoting import Catch, Running, until
 from .test_hostile import LIMITS, MODEL, job, node, op, read, ref
 from .test_local import OTHER, PROMPT
 
@@ -199,6 +199,12 @@ def test_a_server_sends_what_is_printed(demo: Any, here: Running, capsys: pytest
         print("later", demo.transformer.h[0].output.mean())
     tracer.backend.wait()
     assert capsys.readouterr().out.startswith("later tensor(")
+    with demo.trace(PROMPT, remote=True, blocking=False) as tracer:
+        print("polled", demo.lm_head.output.mean())
+    until(tracer.backend)
+    assert capsys.readouterr().out.startswith("polled tensor(")
+    tracer.backend.wait()
+    assert not capsys.readouterr().out
 
 
 # -- limits and harm -------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from nnsight import cli
 from nnsight.remote.protocol import CONTENT_TYPE, JobStatus, ModelKey, join_packet, split_packet
 from nnsight.remote.server import sessions
+from nnsight.remote.server.engine import ThreadEngine
 from nnsight.remote.server.gateway import Gateway
 from nnsight.remote.server.jobs import ServerJob
 from nnsight.remote.server.keys import Account, KeyFile, add_key, read_accounts, remove_key
@@ -38,7 +39,20 @@ from nnsight.remote.server.telemetry import JsonLines
 
 from .. import ROOT
 from ..serving import free_port
-from .remoting import MODEL, Accounts, Orders, Plain, Running, account, messages, nonce, order, running, until
+from .remoting import (
+    MODEL,
+    Accounts,
+    Orders,
+    Plain,
+    Running,
+    account,
+    messages,
+    nonce,
+    order,
+    read_order,
+    running,
+    until,
+)
 
 # -- the protocol ----------------------------------------------------------------------------------------------------------------
 
@@ -142,7 +156,8 @@ def test_payloads_of_other_clients_are_refused_and_never_run(server: Running, or
 
 
 def test_bad_envelopes_and_bodies_are_refused(server: Running) -> None:
-    odd = ({"session_id": "../x"}, {"nonce": "1"}, {"nonce": 3})
+    named = [f'x.Y:{{"repo_id": {repo}, "revision": {revision}}}' for repo, revision in (('"\\ud800"', '""'), ('"m"', '"\\ud800"'))]
+    odd = ({"session_id": "../x"}, {"nonce": "1"}, {"nonce": 3}, *({"model_key": key} for key in named))
     for envelope in ([], 3, {}, {"model_key": 3}, *({"model_key": "m", **more} for more in odd)):
         assert server.post(order(say="x"), envelope=envelope).status_code == 400
 
@@ -693,8 +708,9 @@ def test_what_a_dead_server_left_half_written_is_removed(tmp_path: Path) -> None
 
 def test_results_are_kept_for_a_while(orders: Orders, tmp_path: Path) -> None:
     with running(orders.engine(), tmp_path, settings=Settings(keep=0.2)) as server:
-        job = server.submit(order(say="x"), nonce=nonce())
-        until(lambda: server.get(f"/response/{job}").status_code == 404)
+        jobs = [server.submit(order(say="x"), nonce=chosen) for chosen in ([], {}, None, nonce())]
+        until(lambda: all(server.get(f"/response/{job}").status_code == 404 for job in jobs))
+        assert not server.gateway.problems
         until(lambda: not kept(tmp_path) and not Spool(tmp_path).recover())
         assert not server.gateway._by_nonce
         assert server.figure("nnsight_spool_bytes") == 0
@@ -747,6 +763,40 @@ def test_a_job_that_ends_the_process_each_time_is_not_tried_for_ever(tmp_path: P
         orders.gate.set()
         assert orders.seen == ["deadly"] * (attempt < 2)
     assert ended["status"] == "ERROR" and ended["data"]["error"] == "EngineLostError"
+
+
+def test_jobs_of_a_group_that_ends_the_process_run_alone_after_it(tmp_path: Path) -> None:
+    started, gate = threading.Event(), threading.Event()
+    seen: list[list[str]] = []
+
+    def outcomes(payloads: Any, logs: Any) -> Any:
+        said = [str(read_order(payload)["say"]) for payload in payloads]
+        seen.append(said)
+        if {"first", "deadly"} & set(said):
+            started.set()
+            assert gate.wait(20)
+        return [text.encode() for text in said]
+
+    def engine() -> ThreadEngine:
+        return ThreadEngine(outcomes, "test-engine", lambda payload: read_order(payload).get("kind"))
+
+    with running(engine(), tmp_path) as server:
+        server.submit(order(say="first"))
+        until(started.is_set)
+        jobs = {say: server.submit(order(say=say, kind="k")) for say in ("one", "deadly", "other")}
+        started.clear()
+        gate.set()
+        gate.clear()
+        until(started.is_set)
+    for _ in range(2):
+        started.clear()
+        with running(engine(), tmp_path) as server:
+            until(lambda: started.is_set() or server.finished(jobs["other"]))
+            if not started.is_set():
+                ended = {say: server.finished(job)["status"] for say, job in jobs.items()}
+    gate.set()
+    assert seen == [["first"], ["one", "deadly", "other"], ["one"], ["deadly"], ["other"]]
+    assert ended == {"one": "COMPLETED", "deadly": "ERROR", "other": "COMPLETED"}
 
 
 def test_damaged_records_and_strange_files_do_not_stop_the_server(tmp_path: Path) -> None:
@@ -853,6 +903,9 @@ def test_a_job_tells_nothing_after_its_end_and_keeps_so_many_remarks() -> None:
             job.tell(JobStatus.LOG, "x" * 100_000)
         assert job.status is JobStatus.RUNNING and len(job.messages) == 1001
         assert len(job.messages[5]["description"]) < 20_000
+        half = ServerJob("a", "m", "", "", 0, 1.0)
+        half.tell(JobStatus.ERROR, "half a pair: \ud800")
+        assert half.latest["description"] == "half a pair: ?"
         job.tell(JobStatus.COMPLETED)
         job.tell(JobStatus.ERROR, "late")
         return [message["status"] async for told in job.follow(job.messages[-2]["number"]) for message in told]

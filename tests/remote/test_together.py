@@ -285,6 +285,38 @@ def test_what_is_computed_of_all_rows_is_not_handed_out(monkeypatch: pytest.Monk
     assert rows == [3] and all(isinstance(result, bytes) for result in both)
 
 
+class Repeats(torch.nn.Module):
+    """Hands on a tensor whose rows are all in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Identity()
+        self.scale = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale(x + self.table(torch.arange(4.0).expand(len(x), -1)))
+
+
+def test_a_job_edits_its_own_rows_where_all_rows_are_in_the_same_memory() -> None:
+    model = Rows(Repeats())
+
+    def job(x: torch.Tensor, edits: bool) -> bytes:
+        catch = Catch()
+        with model.trace(x, backend=catch):
+            if edits:
+                model.table.output[:, 0] += 100.0
+            out = model.scale.output.save()
+        return catch.payload
+
+    x, y = torch.randn(2, 1, 4).unbind()
+    payloads = [job(x, True), job(y, False)]
+    assert kind_of(model, payloads[0]) == kind_of(model, payloads[1])
+    first, second = (decode_results(result)["out"] for result in execute_payloads(model, payloads) if isinstance(result, bytes))
+    plain, scale = torch.arange(4.0), model._module.scale
+    close(first, scale(x + plain + torch.tensor([100.0, 0, 0, 0])).detach())
+    close(second, scale(y + plain).detach())
+
+
 def test_one_program_that_fails_fails_alone(model: Any, forwards: list[int]) -> None:
     catch = Catch()
     with model.trace(ids(model, PROMPTS[0]), backend=catch):

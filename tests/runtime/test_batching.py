@@ -324,6 +324,45 @@ MIXED: dict[str, Callable[[Any], tuple[Any, Any]]] = {
 }
 
 
+class Positions(torch.nn.Module):
+    """Adds the same embedding to each row: the output of ``table`` has all rows in the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Repeated()
+        self.last = torch.nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x + self.table(x))
+
+
+class Repeated(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.arange(4.0).expand(len(x), -1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@both
+def test_rows_in_the_same_memory_are_edited_one_by_one(size: int, compile: bool) -> None:
+    model = Rows(Positions(), compile={"backend": "eager"})
+    x, y, z = torch.randn(3, size, 4).unbind()
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(x):
+            model.table.output[:, 0] += 10.0
+            one = model.output.save()
+        with tracer.invoke(y):
+            seen = model.table.output.save()
+            two = model.output.save()
+        with tracer.invoke(z):
+            model.table.output.zero_()
+            three = model.output.save()
+    last = model._module.last
+    plain = torch.arange(4.0)
+    same(seen, plain.expand(size, -1))
+    for found, expected in ((one, x + torch.tensor([10.0, 1.0, 2.0, 3.0])), (two, y + plain), (three, z)):
+        torch.testing.assert_close(found, last(expected))
+
+
 @pytest.mark.parametrize("kinds", MIXED)
 @both
 def test_forms_of_input_mix(demo: LanguageModel, kinds: str, compile: bool) -> None:

@@ -180,30 +180,36 @@ class Client:
     ) -> Iterator[tuple[Message, bytes | None]]:
         """Yield the messages ``first`` and the following messages of a job. ``socket`` must serve no other job meanwhile."""
         patience = _Patience(self._patience, f"get messages of job {job_id} from {self.host}")
+        polled = 0  # number of the latest message that came without a socket
         while True:
+            worked = socket is not None  # whether this socket has brought something
             try:
                 if socket is None:
                     socket = self._open(f"&job={job_id}&after={after}")
                     patience.renew()
                 for message, result in itertools.chain(first, socket.messages(job_id)):
-                    after = message["number"]
+                    worked, after = True, message["number"]
                     finished = JobStatus(message["status"]).finished
                     if finished and socket is not None and socket.serves_many:
                         # Done before the last message is yielded, because callers stop iterating there.
                         with self._lock:
                             self._idle.append((time.monotonic(), socket))
                         socket = None
-                    yield message, result
+                    if after > polled or message["status"] == JobStatus.LOG.value:
+                        yield message, result
                     if finished:
                         return
             except (ConnectionClosed, RetryableError) as error:
+                if worked:  # another socket brings all later messages, while polling brings only the latest status
+                    patience.wait(error)
+                    continue
                 try:  # a proxy may allow HTTP but no WebSockets
                     latest = self._message("GET", f"/response/{job_id}", once=True)
                 except RemoteConnectionError:
                     patience.wait(error)
                     continue
-                if latest["number"] > after:
-                    after = latest["number"]
+                if latest["number"] > max(after, polled):
+                    polled = latest["number"]
                     patience.renew()
                     yield latest, None
                 if JobStatus(latest["status"]).finished:

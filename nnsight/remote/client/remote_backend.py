@@ -140,9 +140,7 @@ class RemoteBackend(ProgramBackend):
             RemoteError: If the job failed for another reason, or does not exist.
             ValueError: If there is no job.
         """
-        ended = self.job_status is not None and self.job_status.finished  # then there are no more messages to follow
-        results = self._poll() if ended else self._results
-        return results or self._finish(self._client.follow(self._id(), self._seen))
+        return self._results or self._finish(self._client.follow(self._id(), self._seen))
 
     def cancel(self) -> None:
         """End the job, unless it has finished. After that, :meth:`wait` raises a :class:`RemoteError`.
@@ -151,7 +149,7 @@ class RemoteBackend(ProgramBackend):
             RemoteError: If there is no such job.
             ValueError: If there is no job.
         """
-        self._note(self._client.cancel(self._id()))
+        self._note_status(self._client.cancel(self._id()))
 
     def __await__(self) -> Generator[Any, None, dict[str, Any]]:
         """Do the same as :meth:`wait`, without blocking the event loop."""
@@ -175,16 +173,18 @@ class RemoteBackend(ProgramBackend):
         message = self._client.latest(self._id())
         if message is None:
             raise RemoteError(f"{self._client.host} has no job {self.job_id} for this key. A server keeps results only for a while.", 404)
-        self._note(message)
-        return self._end(message, self._result_of(message)) if JobStatus(message["status"]).finished else None
+        self._note_status(message)
+        # The messages are followed for the lines that the job has printed.
+        return self._finish(self._client.follow(self._id(), self._seen), quiet=True) if JobStatus(message["status"]).finished else None
 
-    def _finish(self, messages: Iterator[tuple[Message, bytes | None]]) -> dict[str, Any]:
+    def _finish(self, messages: Iterator[tuple[Message, bytes | None]], quiet: bool = False) -> dict[str, Any]:
         """Show the messages up to the last one, bind the results and return them."""
-        return self._end(*self._follow(messages))
+        return self._end(*self._follow(messages, quiet))
 
-    def _follow(self, messages: Iterator[tuple[Message, bytes | None]]) -> tuple[Message, bytes]:
-        """Show the messages up to the last one. Returns the last message and the results."""
-        with contextlib.closing(Progress(self._verbose or CONFIG.APP.REMOTE_LOGGING, self._verbose)) as progress:
+    def _follow(self, messages: Iterator[tuple[Message, bytes | None]], quiet: bool = False) -> tuple[Message, bytes]:
+        """Show the messages up to the last one; if ``quiet``, only printed lines. Returns the last message and the results."""
+        enabled = not quiet and (self._verbose or CONFIG.APP.REMOTE_LOGGING)
+        with contextlib.closing(Progress(enabled, self._verbose)) as progress:
             try:
                 for message, result in messages:
                     self._note(message)
@@ -212,8 +212,14 @@ class RemoteBackend(ProgramBackend):
         return self._results
 
     def _note(self, message: Message) -> None:
+        """Note a message, which comes after all that were noted before. The last one is followed again, for the results."""
+        if not JobStatus(message["status"]).finished:
+            self._seen = max(self._seen, message["number"])
+        self._note_status(message)
+
+    def _note_status(self, message: Message) -> None:
+        """Note the latest status. Lines that the job has printed before may not have been seen."""
         self.job_id = message["id"]
-        self._seen = max(self._seen, message["number"])
         if message["status"] != JobStatus.LOG.value:
             self.job_status = JobStatus(message["status"])
 

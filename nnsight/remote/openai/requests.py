@@ -136,6 +136,7 @@ def parse(data: bytes | bytearray, chat: bool) -> Body:
     """Parse the body of a request. A field that is ``null`` counts as missing. Raises a :class:`BadRequestError` if it is malformed."""
     try:
         given = json.loads(data)
+        json.dumps(given, ensure_ascii=False).encode()  # raises a `ValueError` for half a surrogate pair, which is no text
         if isinstance(given, dict):
             given = {name: value for name, value in given.items() if value is not None}
         body = (ChatBody if chat else CompletionBody).model_validate(given)

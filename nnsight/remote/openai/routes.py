@@ -7,6 +7,7 @@ number of simultaneous requests.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
@@ -69,7 +70,8 @@ class _Run:
         first = secrets.randbits(62) if seed is None else seed % 2**62
 
         def tell() -> None:
-            loop.call_soon_threadsafe(self._changed.set)
+            with contextlib.suppress(RuntimeError):  # the server has stopped, but the generating thread goes on for the next one
+                loop.call_soon_threadsafe(self._changed.set)
 
         start = request.choice.start if request.choice else 0
         places = [(prompt, number) for prompt in request.prompts for number in range(request.body.n)]
@@ -83,11 +85,12 @@ class _Run:
         """Yield at first, whenever an answer has grown, and at the end of all answers. Raises the error of an answer that failed."""
         while True:
             self._changed.clear()
+            is_over = self.is_over  # read before the answers: what ends while the caller sends them is told in another round
             failed = next((answer.error for answer in self.answers if answer.error is not None), None)
             if failed is not None:
                 raise failed
             yield
-            if self.is_over:
+            if is_over:
                 return
             await self._changed.wait()
 
@@ -99,6 +102,7 @@ class _Run:
     def cancel(self) -> None:
         for answer in self.answers:
             answer.cancel()
+        self._changed.set()
 
     def usage(self) -> dict[str, int]:
         prompt, made = sum(map(len, self.request.prompts)), sum(len(answer.tokens) for answer in self.answers)

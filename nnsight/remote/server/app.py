@@ -113,7 +113,7 @@ def _job_routes(gateway: Gateway, door: Door, sessions: Sessions) -> list[Route]
                 size = blob.size or 0
                 check_payload(await blob.read(9), size, account.bytes, version)
                 await blob.seek(0)
-                job = await gateway.submit(account, envelope["model_key"], envelope.get("nonce", ""), blob.file, size)
+                job = await gateway.submit(account, envelope["model_key"], envelope["nonce"], blob.file, size)
                 await gateway.secure(job, listened=sessions.attach(envelope["session_id"], job, account))
         except ClientDisconnect:
             raise RefusedError(400, "disconnect", "The connection ended before the end of the upload.") from None

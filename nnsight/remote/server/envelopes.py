@@ -47,10 +47,11 @@ def checked_envelope(envelope: Any, version: str) -> dict[str, Any]:
             raise RefusedError(400, "envelope", "The field `data` must be a JSON object.") from None
     if not isinstance(envelope, dict) or not isinstance(envelope.get("model_key"), str):
         raise RefusedError(400, "envelope", "The field `data` must be a JSON object with a string `model_key`.")
-    envelope["session_id"] = envelope.get("session_id") or ""
+    for name in ("session_id", "nonce"):
+        envelope[name] = envelope.get(name) or ""
     if envelope["session_id"] and not is_id(envelope["session_id"]):
         raise RefusedError(400, "envelope", "`session_id` must be the id from the first frame of /subscribe, or empty.")
-    if envelope.get("nonce", "") and not is_id(envelope["nonce"]):
+    if envelope["nonce"] and not is_id(envelope["nonce"]):
         raise RefusedError(400, "envelope", "`nonce` must be a UUID in lower case, or be left out.")
     if envelope.get("compress"):
         raise RefusedError(415, "format", _format_message("compressed", version))

@@ -83,7 +83,8 @@ class Gateway:
             self._fail(job, EngineLostError(reason))
         else:
             self._active.add(job)
-            self._find_kind(job)
+            if not job.attempts:  # a job that was running may have ended the process, so it runs alone
+                self._find_kind(job)
             job.tell(JobStatus.QUEUED, "The server was restarted; the job waits again.")
             served.put(job)
 

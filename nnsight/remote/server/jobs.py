@@ -65,7 +65,7 @@ class ServerJob:
             self.ended = time.time()
         last = self.messages[-1]["number"] if self.messages else 0
         number = max(last + 1, time.time_ns() // 1000)
-        description = description[:_MAX_CHARACTERS]
+        description = description[:_MAX_CHARACTERS].encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
         self.messages.append(Message(id=self.id, status=status.value, description=description, data=data, meta=meta, number=number))
         self._changed.set()
         self._changed = asyncio.Event()

@@ -92,7 +92,7 @@ class _Session:
         version = headers.get(VERSION_HEADER, "unknown")
         envelope = checked_envelope(content, version)
         check_payload(payload[:9], len(payload), account.bytes, version)
-        nonce = envelope.get("nonce", "")
+        nonce = envelope["nonce"]
         job = await self._gateway.submit(account, envelope["model_key"], nonce, io.BytesIO(payload), len(payload))
         await self._gateway.secure(job, listened=True)
         return job

@@ -75,9 +75,14 @@ class BatchGroup:
         return found if found is not None and found.fit(tensor, self.total) else None
 
     def take(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
-        """Return the rows of this group in ``tensor``: a view, or a copy if the rows are scattered."""
+        """Return the rows of this group in ``tensor``: a view, or a copy if the rows are scattered or share memory."""
         split, dim, added = rows.split(tensor, self.total)
-        return rows.merge(split.narrow(dim, self.start, self.size), added)
+        taken = rows.merge(split.narrow(dim, self.start, self.size), added)
+        return taken.clone() if self.share_memory(tensor, rows) else taken
+
+    def share_memory(self, tensor: torch.Tensor, rows: Rows) -> bool:
+        """Whether all rows are in the same memory, as in ``x.expand(rows, -1)``: an edit of one in place would edit the others."""
+        return self.total > 1 and tensor.layout is torch.strided and tensor.stride(rows.dim) == 0
 
     def put(self, location: str, tensor: torch.Tensor, rows: Rows, given: torch.Tensor, new: Any) -> torch.Tensor:
         """Return a copy of ``tensor`` with ``new`` in place of ``given``, the rows of this group.
@@ -149,7 +154,7 @@ class View:
         for index, (given, new) in enumerate(zip(self._given, left_leaves, strict=True)):
             whole, rows = leaves[index], self._rows[index]
             if rows is not None:
-                if given is not new or _must_be_put(whole, rows, given):
+                if given is not new or _must_be_put(self._group, whole, rows, given):
                     key = id(whole), id(given), id(new)
                     if key not in made:
                         made[key] = self._group.put(self._location, whole, rows, given, new)
@@ -173,7 +178,7 @@ class View:
         where = f"{self._location}` in `{place}"
         if rows is None:
             return new
-        if new is given and not _must_be_put(whole, rows, given):
+        if new is given and not _must_be_put(self._group, whole, rows, given):
             return whole
         if isinstance(new, torch.Tensor) and new.shape != given.shape:
             raise ReplacementShapeError(
@@ -183,12 +188,12 @@ class View:
         return self._group.put(where, whole, rows, given, new)
 
 
-def _must_be_put(whole: torch.Tensor, rows: Rows, given: torch.Tensor) -> bool:
+def _must_be_put(group: BatchGroup, whole: torch.Tensor, rows: Rows, given: torch.Tensor) -> bool:
     """Whether the model must continue with ``given``, the rows of an invoke in ``whole``, although the invoke did not replace them.
 
     So it is if the block may read the gradient of ``given``, which then flows through it, and if ``given`` is a copy.
     """
-    return rows.scattered or (torch.is_grad_enabled() and (whole.requires_grad or given.requires_grad))
+    return rows.scattered or group.share_memory(whole, rows) or (torch.is_grad_enabled() and (whole.requires_grad or given.requires_grad))
 
 
 def _rows_in_container(group: BatchGroup, place: str, tensor: torch.Tensor) -> Rows | None:

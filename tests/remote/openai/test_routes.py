@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ import requests
 import torch
 
 from nnsight import demo_model
-from nnsight.remote.openai.routes import OpenAIModel, openai_routes
+from nnsight.remote.openai.requests import checked, parse
+from nnsight.remote.openai.routes import OpenAIModel, _events, _Run, openai_routes
 from nnsight.remote.server.keys import Account, OpenDoor
 from nnsight.remote.server.serve import in_background
 from nnsight.steering.registry import Vectors
@@ -159,6 +162,36 @@ def test_a_stream_of_two_answers(address: str, model: Any) -> None:
         assert len(texts) > 2
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_answer_that_ends_while_an_event_is_sent_is_told_in_full(model: Any, fails: bool) -> None:
+    class Manual:
+        model: Any = SimpleNamespace(tokenizer=None)
+        generator: Any = SimpleNamespace(submit=lambda answer: None)
+
+        def additions(self, request: Any) -> dict[int, Any]:
+            return {}
+
+    async def streamed() -> str:
+        body = parse(b'{"model": "demo", "prompt": "x", "stream": true}', chat=False)
+        run = _Run(Manual(), checked(body, model.tokenizer, 128))  # type: ignore[arg-type]
+        (answer,), told = run.answers, _events(run, False, {})
+        answer.text = "one"
+        found = [await anext(told)]
+        if fails:
+            answer.fail(RuntimeError())
+        else:
+            answer.text, answer.reason = "one two", "length"
+            answer._tell()
+        return "".join([*found, *[event async for event in told]])
+
+    text = asyncio.run(asyncio.wait_for(streamed(), 20))
+    if fails:
+        assert "server_error" in text and "[DONE]" not in text
+    else:
+        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in text.split("\n\n")[:-2]]
+        assert [(choice["text"], choice["finish_reason"]) for choice in choices] == [("one", None), (" two", "length")]
+
+
 def test_it_stops_at_a_text_and_at_the_end(address: str, model: Any) -> None:
     due = alone(model, PROMPTS[0], tokens=12)
     stop = due[6:9]
@@ -273,6 +306,9 @@ def test_penalties_and_biases_change_the_logits(address: str, model: Any) -> Non
         ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "other"}}, 400, "nnsight_layers is missing"),
         ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "mood", "nnsight_layers": 9}}, 400, "Layer 9 cannot be steered"),
         ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "mood", "nnsight_start": -2}}, 400, "nnsight_start is a position"),
+        ({"prompt": "x", "vllm_xargs": {"nnsight_vector": "mood", "nnsight_start": 2**63}}, 400, "nnsight_start is a position"),
+        ({"prompt": "\ud800"}, 400, "not valid JSON"),
+        ({"prompt": "x", "vllm_xargs": {"\ud800": 1}}, 400, "not valid JSON"),
         ({"prompt": "x", "nnsight_vector": "mood"}, 400, "`nnsight_vector`: Extra inputs are not permitted"),
     ],
 )

@@ -95,7 +95,7 @@ class Interleaver:
         self.interceptions: list[object] = []  # identities of the interceptions of calls that drivers of this run have installed
         self.recorder: Any = None  # records the blocks as data, if they run elsewhere; see `nnsight.program.record.recorder`
         self.stopped = False  # whether a block has called `tracer.stop()`
-        self.failure: BaseException | None = None  # the error of a block, kept in case the model's own code catches it
+        self.failure: BaseException | None = None  # an error of a block or its value, kept in case the model's own code catches it
         #: Functions that see values as they leave a location, each with the mediator whose rows it sees.
         self.observers: dict[str, list[tuple[Mediator, Callable[[Any], None]]]] = {}
         self.caches: list[tuple[Mediator, Cache]] = []  # each with the mediator whose rows it keeps
@@ -159,6 +159,21 @@ class Interleaver:
         if location not in self.waited:
             return value
         self.visits.append((location, occurrence))
+        try:
+            value = self._served(location, occurrence, value)
+            for mediator, observer in self.observers.get(location, ()):
+                group = mediator.batch_group
+                observer(value if group is None else group.narrow(value, location, occurrence))
+        except Exception as error:
+            self.failure = error
+            raise
+        finally:
+            self.visits.pop()
+        self.end_if_stopped()
+        return value
+
+    def _served(self, location: str, occurrence: int, value: Any) -> Any:
+        """Let the mediators that wait at ``location`` visit it in turn; return ``value`` with their changes."""
         served = True
         while served and location in self.waited:  # after a visit, another block may ask for the same location
             served = False
@@ -168,12 +183,6 @@ class Interleaver:
                     served = True
                     if self.ready:
                         self.run_ready()
-        if self.observers:
-            for mediator, observer in self.observers.get(location, ()):
-                group = mediator.batch_group
-                observer(value if group is None else group.narrow(value, location, occurrence))
-        self.visits.pop()
-        self.end_if_stopped()
         return value
 
     @property
@@ -237,13 +246,17 @@ class Interleaver:
             return (whole[-1],)
         by_group = {mediator.batch_group: value for mediator, value in asked.items() if mediator.batch_group is not None}
         groups = sorted(by_group, key=lambda group: group.start)
-        if sum(group.size for group in groups) != groups[0].total:
-            raise ValueError(
-                f"`{location.removesuffix('.input')}` is skipped by some invokes and not by others. They run as one batch, "
-                "so skip it in all of them."
-            )
         output = f"{location.removesuffix('.input')}.output"
-        return (join_rows([by_group[group] for group in groups], groups, output, self.counts.get(output, 0)),)
+        try:
+            if sum(group.size for group in groups) != groups[0].total:
+                raise ValueError(
+                    f"`{location.removesuffix('.input')}` is skipped by some invokes and not by others. They run as one batch, "
+                    "so skip it in all of them."
+                )
+            return (join_rows([by_group[group] for group in groups], groups, output, self.counts.get(output, 0)),)
+        except Exception as error:
+            self.failure = error
+            raise
 
     def add(self, mediator: Mediator) -> None:
         """Add a block to the run and let it run to the first location it waits for."""
@@ -297,18 +310,19 @@ class Interleaver:
             OutOfOrderError: At the user's line, for any other block that still waits for a location.
             AttributeError: Likewise, if the location is an operation that the called function does not have.
         """
-        for mediator in self.mediators:
-            request = mediator.waiting
-            if self.stopped and mediator.is_edit:
-                continue
-            if request is not None and mediator.loops:
+        while waiting := [each for each in self.mediators if each.waiting is not None and not (self.stopped and each.is_edit)]:
+            # A block that catches its error may wait again, or call the barrier in which another block waits: barriers come last.
+            mediator = min(waiting, key=lambda each: each.asks == ("barrier",))
+            assert mediator.waiting is not None
+            if mediator.loops:
                 mediator.leave_loop()
-            elif request is not None:
-                location, occurrence = request
+            else:
+                location, occurrence = mediator.waiting
                 calls, visited = self.counts.get(location, 0), mediator.last_visited
                 unknown = None if self.tree is None else self.tree.unknown_operation(location)
                 message = never_reached_message(location, occurrence, calls, visited, self.stopped)
                 mediator.throw(AttributeError(unknown) if unknown else OutOfOrderError(message))
+            self.run_ready()
 
     def end_blocks(self) -> None:
         """End all blocks that still wait, and run their ``finally`` clauses."""

@@ -167,6 +167,7 @@ class Mediator:
         position = user_position_of(self._greenlet.gr_frame)
         self._stop_waiting()
         self._go(self._greenlet.throw, GreenletExit)
+        self._stop_waiting()  # in a `finally` clause, the block may have asked for another location
         if not self.ends_in_loop or self.visited is None:
             warnings.warn_explicit(loop_ended_message(location, occurrence), UserWarning, *position)
 

@@ -488,3 +488,96 @@ def test_an_input_without_rows_among_those_joined_at_once() -> None:
             pass
         with tracer.invoke(scale=2.0):
             pass
+
+
+# -- errors that something catches ------------------------------------------------------------------------------------
+
+
+class Catching(torch.nn.Module):
+    """Has code that catches the errors of a module, and modules that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.unused, self.other = (torch.nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            x = self.first(x)
+        except Exception:
+            x = x * 0
+        return self.second(x)
+
+
+@pytest.fixture
+def catching() -> Rows:
+    return Rows(Catching(), compile={"backend": "eager"})
+
+
+@both
+def test_a_block_that_catches_a_missed_location_may_miss_another(catching: Rows, a: torch.Tensor, compile: bool) -> None:
+    """The block ended without an error at its second location, and the rest of it did not run."""
+    with pytest.raises(OutOfOrderError, match=r"model\.other\.output"):
+        with catching.trace(a, compile=compile):
+            try:
+                catching.unused.output  # noqa: B018
+            except OutOfOrderError:
+                catching.other.output  # noqa: B018
+
+
+@both
+@pytest.mark.parametrize("waits_first", [True, False])
+def test_a_block_that_catches_a_missed_location_releases_a_barrier(
+    catching: Rows, a: torch.Tensor, compile: bool, waits_first: bool
+) -> None:
+    order: list[str] = []
+    with catching.trace(compile=compile) as tracer:
+        barrier = tracer.barrier(2)
+        if waits_first:
+            with tracer.invoke():
+                barrier()
+                order.append("released")
+        with tracer.invoke(a):
+            try:
+                catching.unused.output  # noqa: B018
+            except OutOfOrderError:
+                order.append("caught")
+            barrier()
+        if not waits_first:
+            with tracer.invoke():
+                barrier()
+                order.append("released")
+    assert order == ["caught", "released"]
+
+
+@both
+def test_a_loop_that_catches_everything_ends_with_the_model(catching: Rows, a: torch.Tensor, compile: bool) -> None:
+    steps: list[int] = []
+    with pytest.warns(UserWarning, match="The loop ended"), catching.trace(a, compile=compile) as tracer:
+        for step in tracer.iter[:]:
+            try:
+                catching.second.output  # noqa: B018
+                steps.append(step)
+            finally:
+                catching.first.next().output  # noqa: B018
+    assert steps == [0]
+
+
+@both
+def test_a_model_cannot_catch_the_error_of_a_replacement(catching: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
+    """The error occurs when the rows of the invokes are joined, which is in a call of the model."""
+    with pytest.raises(ValueError, match=r"model\.first\.output"):
+        with catching.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                catching.first.output = torch.zeros(len(a) + 3, 4)
+            with tracer.invoke(b):
+                catching.output.save()
+
+
+@both
+def test_a_model_cannot_catch_the_error_of_a_skip(catching: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool) -> None:
+    with pytest.raises(ValueError, match="skipped by some invokes and not by others"):
+        with catching.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                catching.first.skip(a)
+            with tracer.invoke(b):
+                catching.output.save()

@@ -24,7 +24,7 @@ from .errors import ReplacementShapeError
 #: Maps one tensor: ``(place, tensor) -> tensor``. A place is the container's class and the attribute, as in ``DynamicLayer.keys``.
 OnTensor = Callable[[str, torch.Tensor], torch.Tensor]
 
-#: Writes a replacement of an invoke's rows into the whole tensor: ``(place, whole tensor, given view, replacement) -> whole tensor``.
+#: Writes the rows that an invoke has left into the whole tensor: ``(place, whole tensor, given view, rows left) -> whole tensor``.
 PutBack = Callable[[str, torch.Tensor, torch.Tensor, Any], Any]
 
 _Class = TypeVar("_Class", bound=type)
@@ -122,14 +122,14 @@ def write_back(location: str, whole: Any, given: Any, left: Any, put: PutBack, p
         whole: The container of the whole batch (or the part of it at ``place``), which is changed in place.
         given: The invoke's copy before its turn.
         left: The invoke's copy after its turn, or the object that the invoke put in its place.
-        put: Writes a replacement of the invoke's rows into the whole tensor.
+        put: Returns the whole tensor with the invoke's rows; called for rows that the invoke did not replace, too.
         place: The position of ``whole`` inside the container.
 
     Raises:
         ReplacementShapeError: If ``left`` has another structure than ``given``.
     """
     if isinstance(given, torch.Tensor):
-        return whole if left is given else put(place, whole, given, left)
+        return put(place, whole, given, left)
     if given is whole:  # it contains no rows, so the invoke got the object itself
         return left
     if type(left) is not type(given):

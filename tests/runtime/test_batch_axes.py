@@ -617,6 +617,57 @@ def test_objects_are_narrowed_by_their_attributes() -> None:
     assert whole.shape[0] == 3
 
 
+class Flattened(torch.nn.Module):
+    """Returns an object whose tensor has the rows of each token side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = FlattenedInner()
+        self.last = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inner(x).hidden.unflatten(0, (x.shape[1], x.shape[0])).transpose(0, 1))
+
+
+class FlattenedInner(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Result:
+        return Result(self.linear(x.transpose(0, 1).flatten(0, 1)), torch.ones(3, 3), "x")
+
+
+@both
+def test_scattered_rows_in_an_object_are_edited_in_place(compile: bool) -> None:
+    """An invoke gets a copy of scattered rows, so its edits have to be written back."""
+    model, b = Along(Flattened()), torch.randn(2, 5, 4)
+    with torch.no_grad(), model.trace(compile=compile) as tracer:
+        with tracer.invoke(torch.randn(2, 5, 4)):
+            model.inner.output.hidden[:] = 0
+            one = model.output.save()
+        with tracer.invoke(b):
+            two = model.output.save()
+    same(one, model._module.last(torch.zeros(2, 5, 4)))
+    close(two, model._module(b))
+
+
+@both
+def test_the_gradient_of_rows_in_an_object(compile: bool) -> None:
+    model = Along(Flattened())
+    a = torch.randn(2, 5, 4)
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(a):
+            hidden = model.inner.output.hidden
+            with model.output.pow(2).sum().backward():
+                gradient = hidden.grad.save()
+        with tracer.invoke(torch.randn(1, 5, 4)):
+            pass
+    by_hand = model._module.inner(a).hidden.detach().requires_grad_()
+    (expected,) = torch.autograd.grad(model._module.last(by_hand).pow(2).sum(), by_hand)
+    close(gradient, expected)
+
+
 # -- caches of keys and values --------------------------------------------------------------------------------------------------
 
 PROMPTS = ([5, 6, 7], [8, 9, 10])

@@ -766,3 +766,24 @@ def test_invokes_that_need_the_graph_of_another(backend: str | None, later: dict
                 differentiate()
             with tracer.invoke(X):
                 differentiate(**later)
+
+
+@real_graph
+def test_rows_of_a_frozen_model_that_require_gradients(backend: str | None) -> None:
+    """The model continues with the rows for which an invoke has called `requires_grad_`."""
+    torch.manual_seed(0)
+    model = Rows(Net().requires_grad_(False), compile=False if backend is None else {"backend": backend})
+    with model.trace() as tracer:
+        with tracer.invoke(X[:1]):
+            first = model.first.output.requires_grad_()
+            with model.output.sum().backward(retain_graph=True):
+                one = first.grad.save()
+        with tracer.invoke(X):
+            other = model.first.output.requires_grad_()
+            with model.output.pow(2).sum().backward():
+                two = other.grad.save()
+    net = model._module
+    for x, found, loss in ((X[:1], one, lambda y: y.sum()), (X, two, lambda y: y.pow(2).sum())):
+        hidden = net.first(x).requires_grad_()
+        (expected,) = torch.autograd.grad(loss(net.last(net.norm(hidden + net.branch(hidden)))), hidden)
+        torch.testing.assert_close(found, expected)

@@ -83,13 +83,12 @@ class BatchGroup:
         """Return a copy of ``tensor`` with ``new`` in place of ``given``, the rows of this group.
 
         Raises:
-            ReplacementShapeError: If ``new`` is not a tensor with the rank and the number of rows of ``given``.
+            ReplacementShapeError: If ``new`` is not a tensor with the shape of ``given``.
         """
-        dim = rows.dim
-        if not isinstance(new, torch.Tensor) or new.dim() != given.dim() or new.shape[dim] != given.shape[dim]:
+        if not isinstance(new, torch.Tensor) or new.shape != given.shape:
             raise ReplacementShapeError(
                 f"The replacement of `{location}` has {tuple(getattr(new, 'shape', ()))} in place of this invoke's "
-                f"{tuple(given.shape)}: an invoke may not change how many rows it has."
+                f"{tuple(given.shape)}: rows keep their shape, and an invoke may not change how many rows it has."
             )
         whole, dim, added = rows.split(tensor, self.total)
         mine = rows.split(new, self.size)[0] if added else new
@@ -150,9 +149,7 @@ class View:
         for index, (given, new) in enumerate(zip(self._given, left_leaves, strict=True)):
             whole, rows = leaves[index], self._rows[index]
             if rows is not None:
-                # If the block may read the gradient of its view, the model continues with that view, so that the gradient flows through it.
-                followed = whole.requires_grad and torch.is_grad_enabled()
-                if given is not new or followed or rows.scattered:
+                if given is not new or _must_be_put(whole, rows, given):
                     key = id(whole), id(given), id(new)
                     if key not in made:
                         made[key] = self._group.put(self._location, whole, rows, given, new)
@@ -176,12 +173,22 @@ class View:
         where = f"{self._location}` in `{place}"
         if rows is None:
             return new
+        if new is given and not _must_be_put(whole, rows, given):
+            return whole
         if isinstance(new, torch.Tensor) and new.shape != given.shape:
             raise ReplacementShapeError(
                 f"The replacement of `{where}` has {tuple(new.shape)} in place of this invoke's {tuple(given.shape)}. "
                 "The rows of all invokes share one tensor there, so none can change its size."
             )
         return self._group.put(where, whole, rows, given, new)
+
+
+def _must_be_put(whole: torch.Tensor, rows: Rows, given: torch.Tensor) -> bool:
+    """Whether the model must continue with ``given``, the rows of an invoke in ``whole``, although the invoke did not replace them.
+
+    So it is if the block may read the gradient of ``given``, which then flows through it, and if ``given`` is a copy.
+    """
+    return rows.scattered or (torch.is_grad_enabled() and (whole.requires_grad or given.requires_grad))
 
 
 def _rows_in_container(group: BatchGroup, place: str, tensor: torch.Tensor) -> Rows | None:

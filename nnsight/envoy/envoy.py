@@ -119,8 +119,7 @@ class Envoy(Located):
     @property
     def interleaver(self) -> Interleaver:
         """The run that is active in this context; outside of a run, an interleaver without blocks that is not started."""
-        run: Any = active_interleaver()
-        return run or Interleaver()
+        return active_interleaver() or Interleaver()  # type: ignore[return-value]
 
     # -- the module by itself ------------------------------------------------------------------------------------
 
@@ -207,8 +206,7 @@ class Envoy(Located):
 
     def __len__(self) -> int:
         """Return the length of the module. Raises a ``TypeError`` if the module has no length."""
-        module: Any = self._module
-        return len(module)
+        return len(self._module)  # type: ignore[arg-type]
 
     def __bool__(self) -> bool:
         return not hasattr(type(self._module), "__len__") or len(self) > 0
@@ -272,7 +270,7 @@ class Envoy(Located):
             tree = ModuleTree.with_module(self._module)
             if tree is None:
                 tree = self.__dict__["_own_tree"] = ModuleTree(self._module, self._path, traced_call)
-            for envoy in Envoy.modules(self):
+            for envoy in Envoy.modules(self, lambda below: below.__dict__["_tree_of_root"][0]() is None):
                 envoy.__dict__["_tree_of_root"] = weakref.ref(tree), traced_call
         return tree
 
@@ -290,9 +288,7 @@ class Envoy(Located):
             raise AttributeError(unknown_attribute(self, name)) from None
         if isinstance(value, torch.nn.Module):
             self._sync()
-            if name in self._children:
-                return self._children[name]
-            return self._envoy_of(name, value)
+            return self._children[name] if name in self._children else self._envoy_of(name, value)
         if isinstance(value, types.MethodType) and value.__self__ is module and not name.startswith("_"):
             return self._method(name, value)
         return value
@@ -306,9 +302,8 @@ class Envoy(Located):
             if getattr(self._module, name) is not module:  # a property that creates a new module at each read
                 return module
             self._tree.add_module(self._module, name)
-        starts: list[Envoy] = [self, *self._tree.roots]
-        for start in starts:
-            for _, envoy in Envoy.named_modules(start):
+        for start in (self, *self._tree.roots):
+            for envoy in Envoy.modules(start):
                 if envoy._module is module:
                     return envoy
         path = self._tree.paths.get(module)
@@ -364,10 +359,10 @@ class Envoy(Located):
 
     def _adopt(self, name: str, child: torch.nn.Module, known: dict[torch.nn.Module, Envoy]) -> None:
         """Add the envoy of ``child`` as the child ``name``, and create it if ``known`` has none."""
-        envoy = known.get(child)
+        envoy, path = known.get(child), self._tree.paths.get(child, f"{self._path}.{name}")
         if envoy is None:
-            path = self._tree.paths.get(child, f"{self._path}.{name}")
             envoy = self._class_for(child, path)(child, path=path, tree=self._tree, known=known, envoys=self._envoys)
+        envoy.__dict__["_path"] = path  # of a moved module
         self._children[name] = envoy
         if hasattr(type(self), name) and not hasattr(type(self), f"nns_{name}"):
             self.__class__ = with_child_named(type(self), name)
@@ -406,10 +401,14 @@ class Envoy(Located):
         self._aliases.add(name)
 
     def _sync(self) -> None:
-        """Mirror the present modules, if the tree has changed. Existing modules keep their envoys."""
-        version = self._tree.refresh()
-        if version != self._version:
-            self._mirror({envoy._module: envoy for envoy in Envoy.modules(self)}, version)
+        """Mirror the present modules, if the tree has changed. Existing modules keep their envoys; those of removed ones leave the tree."""
+        for envoy in () if self._tree.refresh() == self._version else (*self._tree.roots, self):
+            tree = envoy._tree
+            if envoy._version != tree.version:
+                known = {below._module: below for below in Envoy.modules(envoy)}
+                envoy._mirror(known, tree.version)
+                for module in known.keys() - tree.paths.keys():
+                    known[module].__dict__["_tree_of_root"] = lambda: None, tree._traced_call
 
     def _update(self, module: torch.nn.Module) -> None:
         """Replace the mirrored module by ``module``. This envoy and the envoys below it stay, and find their new modules by name.

@@ -189,15 +189,18 @@ class Component(NNsight):
 
 def component_of(envoy: Envoy) -> Component:
     """Return the component of ``envoy``; it is cached on the envoy."""
+    envoy._tree.refresh()
+    if envoy._module in envoy._tree.paths:  # otherwise the component mirrors the module that has replaced it
+        envoy._sync()
     found: Component | None = envoy.__dict__.get("_component")
-    if found is None or found._subtree._whole() is not envoy._tree:
+    if found is None or found._subtree._whole() is not envoy._tree or found._path != envoy._path:
         for root in envoy._tree.roots:
             refuse = getattr(type(root), "_refuse_component", None)
             if refuse is not None:
                 refuse(root, envoy)
         made = envoy.__dict__["_component"] = Component(envoy)
-        if found is not None:  # the cached one belongs to a tree that was replaced
-            made._edits.extend(found._edits)
+        if found is not None:  # the tree was replaced, or the module has moved
+            made._edits.extend(edit.of(made) for edit in found._edits)
         return made
     if found._module is not envoy._module or found._version != envoy._version:
         found._mirror_as(envoy)

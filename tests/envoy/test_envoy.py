@@ -12,8 +12,9 @@ import torch
 
 from nnsight import Envoy, NNsight
 from nnsight.intervention.eproperty import eproperty
+from nnsight.runtime.errors import MissedProviderError
 
-from ..conftest import both
+from ..conftest import both, same
 
 X = torch.ones(2, 4)
 
@@ -386,6 +387,65 @@ def test_a_module_added_after_wrapping(model: NNsight, compile: bool) -> None:
     with model.trace(X, compile=compile):
         value = model.layers[3].nns_output.save()
     assert torch.equal(value, model._module.layers[3](_through(model._module, 3)))
+
+
+@both
+def test_modules_that_have_moved(model: NNsight, compile: bool) -> None:
+    """Their envoys had the paths of their former places, where other modules are now."""
+    model.compile(backend="eager")
+    layers = model._module.layers
+    kept = model.layers[1]
+    layers[0], layers[1] = layers[1], layers[0]
+    with model.trace(X, compile=compile):
+        first = kept.nns_output.save()
+        second = model.layers[1].nns_output.save()
+    same((first, second), (_through(model._module, 1), _through(model._module, 2)))
+    assert model.layers[0] is kept and kept.path == "model.layers.0"
+    layers.insert(0, Block())
+    with model.trace(X, compile=compile):
+        moved = kept.nns_output.save()
+    same(moved, _through(model._module, 2))
+    with kept.trace(X, compile=compile):
+        alone = kept.nns_output.save()
+    same(alone, layers[1](X))
+
+
+@both
+def test_a_module_under_another_name(compile: bool) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    model = NNsight(net, compile={"backend": "eager"})
+    with model.trace(X, compile=compile):
+        before = model[0].output.save()
+    net.last = net._modules.pop("0")
+    with model.trace(X, compile=compile) as tracer:
+        cache = tracer.cache()
+        after = model.last.output.save()
+    same(before, after)
+    assert list(cache) == ["model.last", "model"] and "0" not in model._children
+
+
+@both
+def test_the_envoy_of_a_removed_module(model: NNsight, compile: bool) -> None:
+    """The module that is in its place now was read."""
+    model.compile(backend="eager")
+    removed = model.layers[0]
+    del model._module.layers[0]
+    with pytest.raises(MissedProviderError, match="does not run here"):
+        with model.trace(X, compile=compile):
+            removed.nns_output.save()
+
+
+@both
+def test_a_moved_module_in_an_edited_copy(model: NNsight, compile: bool) -> None:
+    """All wrappers of a model follow it, whichever is traced."""
+    model.compile(backend="eager")
+    with model.edit() as edited:
+        model.layers[0].nns_output[:] = 1
+    kept = edited.layers[1]
+    model._module.layers.insert(0, Block())
+    with model.trace(X, compile=compile):
+        value = kept.nns_output.save()
+    same(value, _through(model._module, 3))
 
 
 def _through(module: Any, count: int) -> torch.Tensor:

@@ -61,7 +61,7 @@ class ModuleTree:
         self.paths: dict[torch.nn.Module, str] = {}
         self._attribute_modules: list[tuple[torch.nn.Module, str]] = []  # owner and name of modules that are no children
         self.version = 0  # grows when a change of the modules, their hooks or their `forward` is detected
-        self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[torch.nn.Module | None, ...]]] = []
+        self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[tuple[str, torch.nn.Module | None], ...]]] = []
         self._leaves: list[dict[str, torch.nn.Module | None]] = []
         self._instrumentation: Instrumentation | None = None
         self.roots: weakref.WeakSet[Envoy] = weakref.WeakSet()  # the root envoys
@@ -78,7 +78,7 @@ class ModuleTree:
                 named.update((below, part) for below, part in found if part not in known)
         self.paths = {module: f"{self.path}.{name}" if name else self.path for name, module in named.items()}
         children = [module._modules for module in named.values()]
-        self._parents = [(known, tuple(known.values())) for known in children if known]
+        self._parents = [(known, tuple(known.items())) for known in children if known]
         self._leaves = [known for known in children if not known]
         self._attached = HookState(named.values())
         self.version += 1
@@ -103,7 +103,7 @@ class ModuleTree:
 
     def refresh(self) -> int:
         """Detect submodules and hooks that were added, removed or replaced since the last call; return the present :attr:`version`."""
-        if any(self._leaves) or any(tuple(children.values()) != known for children, known in self._parents):
+        if any(self._leaves) or any(tuple(children.items()) != known for children, known in self._parents):
             self._scan()
         elif self._attached.changed():
             self.version += 1

@@ -59,12 +59,12 @@ def is_batched_container(value: Any) -> bool:
 def _holds_rows(kind: type) -> bool:
     if issubclass(kind, (torch.Tensor, torch.nn.Module, type)):
         return False
-    if any(base in _registered or _is_cache(base) for base in kind.__mro__):
+    if any(base in _registered or is_cache(base) for base in kind.__mro__):
         return True
     return dataclasses.is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES
 
 
-def _is_cache(kind: type) -> bool:
+def is_cache(kind: type) -> bool:
     """Whether ``kind`` is a cache of transformers, or a layer of one. It is recognised by name, to avoid importing transformers."""
     package = kind.__module__.partition(".")[0]
     return package == "transformers" and (kind.__module__.endswith(".cache_utils") or kind.__name__.endswith("Cache"))

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..tracing import save
 from ..tracing.errors import did_you_mean
+from .batched_containers import is_batched_container, is_cache, on_tensors
 
 if TYPE_CHECKING:
     from .interleaver import Interleaver
@@ -167,9 +168,11 @@ class Cache(Mapping[str, "CacheEntry | CacheCalls"]):
         """Keep a copy of ``value``, which has just left ``<path>.<key>``."""
         if not len(self._entries[path]):  # the first call: entries are in the order in which modules first ran
             self._entries[path] = self._entries.pop(path)
-        self._entries[path]._values[key].append(pytree.tree_map(self._copied, value))
+        self._entries[path]._values[key].append(pytree.tree_map(self._copied, value, is_leaf=is_batched_container))
 
     def _copied(self, leaf: Any) -> Any:
+        if is_batched_container(leaf) and not is_cache(type(leaf)):  # the keys and values of a cache grow with each module
+            return on_tensors(leaf, lambda _, tensor: self._copied(tensor))
         if not isinstance(leaf, torch.Tensor):
             return leaf
         kept = leaf.detach() if self._detach else leaf

@@ -122,6 +122,8 @@ def find_batch_dims(modules: ModuleTree, call: Call | None, joined: Any, parts: 
         known = []
         _cache[modules.root] = (now, known)
     kind = (call is None, modules.root.training, torch.is_grad_enabled(), *(leaf.kind for leaf in inputs))
+    if call is None:  # a number may choose what the model does; those of a generation are mostly lengths
+        kind += tuple(leaf for leaf in leaves if type(leaf) is int)
     for other_structure, other_kind, dims in known:
         if other_kind == kind and other_structure == structure:
             return dims

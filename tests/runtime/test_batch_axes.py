@@ -555,6 +555,33 @@ def test_a_model_that_asks_for_values_is_probed_with_guesses(caplog: Any) -> Non
     same((one, two), (expected.transpose(0, 1)[:, :1], expected[1:]))
 
 
+class Chosen(torch.nn.Module):
+    """A number chooses the batch axis of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        return self.inner(x.transpose(0, dim)).transpose(0, dim)
+
+
+@both
+def test_a_number_that_chooses_the_batch_axis(compile: bool) -> None:
+    class Options(Along):
+        def _batch(self, batched: Any, x: torch.Tensor) -> tuple[Any, int]:
+            return super()._batch(batched, x)
+
+    model, a, b = Options(Chosen()), torch.randn(2, 4), torch.randn(2, 4)
+    for dim in (0, 1):
+        with model.trace(dim=dim, compile=compile) as tracer:
+            with tracer.invoke(a):
+                one = model.inner.output.save()
+            with tracer.invoke(b):
+                two = model.inner.output.save()
+        same((one, two), (a.transpose(0, dim), b.transpose(0, dim)))
+
+
 # -- objects with rows in their attributes ------------------------------------------------------------------------------------
 
 

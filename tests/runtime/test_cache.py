@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -432,3 +433,35 @@ def test_saving_a_cache_once_more_returns_it(model: NNsight, compile: bool) -> N
         torch.testing.assert_close(cache["model"].output, model._module(X), rtol=0.0, atol=0.0)
     with pytest.raises(ValueError, match="outside a trace"):
         cache.save()
+
+
+@dataclasses.dataclass
+class Result:
+    hidden: torch.Tensor
+    name: str
+
+
+class Returning(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> Result:
+        return Result(x * 2, "x")
+
+
+class EditsResult(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Returning()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.inner(x)
+        result.hidden.add_(1)
+        return result.hidden
+
+
+@both
+def test_tensors_of_a_dataclass_are_copied(compile: bool) -> None:
+    model, x = NNsight(EditsResult(), compile={"backend": "eager"}), torch.ones(2, 3)
+    with model.trace(x, compile=compile) as tracer:
+        cache = tracer.cache(modules=[model.inner], dtype=torch.float64)
+    kept = cache["model.inner"].output
+    assert isinstance(kept, Result) and kept.name == "x"
+    torch.testing.assert_close(kept.hidden, x.double() * 2)

@@ -245,3 +245,48 @@ def test_runs_of_a_model_and_of_a_part_of_it_in_two_threads(whole_ends_first: bo
         with again.trace(X) as tracer:
             out = tracer.result.save()
         assert torch.equal(out, net[2](X))
+
+
+class Sourced(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+@pytest.mark.parametrize("change", [False, True], ids=["of a model and of a part", "before and after a change of the model"])
+@pytest.mark.parametrize("first_ends_first", [True, False])
+def test_runs_that_open_one_function_in_two_threads(first_ends_first: bool, change: bool) -> None:
+    """Each rewrites the function for its own operations, and neither leaves its version on the module."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), Gate(), Sourced())
+    gate: Any = net[1]
+    whole = NNsight(net)
+    part: Any = NNsight(net[2])
+    seen: list[torch.Tensor] = []
+
+    def run() -> None:
+        with whole.trace(X):
+            whole[2].source.torch_tanh_0.input[:] = 2.0
+            seen.append(whole[2].output.save())
+
+    def finish() -> None:
+        gate.barrier.wait()
+        worker.join()
+
+    worker = threading.Thread(target=run)
+    worker.start()
+    gate.barrier.wait()
+    if change:
+        net[2].extra = torch.nn.Linear(3, 3)
+    other = part if not change else whole[2]
+    with other.trace(X):
+        mine = other.source.torch_tanh_0.output.save()
+        again: Any = NNsight(net[2], path="again")
+        with again.trace(X):
+            third = again.source.torch_tanh_0.output.save()
+        if first_ends_first:
+            finish()
+    if not first_ends_first:
+        finish()
+    assert torch.equal(seen[0], torch.full((2, 3), 2.0).tanh())
+    assert torch.equal(mine, X.tanh()) and torch.equal(third, X.tanh())
+    assert_no_instrumentation(net)
+    assert "forward" not in vars(net[2])

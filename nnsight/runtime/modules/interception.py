@@ -14,6 +14,7 @@ and of a part of it, can run at the same time: their interceptions of a module c
 
 from __future__ import annotations
 
+import functools
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -120,6 +121,45 @@ def _unlink(namespace: dict[str, Any], function: Any) -> None:
         del namespace[INTERCEPTED_METHOD]
 
 
+#: Attributes that active instrumentations replace: namespace, the value before (`_ABSENT` for none), and the replacements by owner.
+_replaced: dict[tuple[int, str], tuple[dict[str, Any], Any, dict[object, Any]]] = {}
+
+
+def _put(namespace: dict[str, Any], name: str, value: Any, owner: object) -> None:
+    """Replace an attribute for ``owner``, over the replacements of others. The caller holds :data:`_chains`."""
+    _, _, values = _replaced.setdefault((id(namespace), name), (namespace, namespace.get(name, _ABSENT), {}))
+    values[owner] = value
+    namespace[name] = _of_each_run(values)
+
+
+def _take_away(key: tuple[int, str], owner: object) -> None:
+    """Remove the replacement of ``owner``, which need not be the latest. The attribute is as before when no replacement is left."""
+    namespace, before, values = _replaced[key]
+    del values[owner]
+    if values:
+        namespace[key[1]] = _of_each_run(values)
+        return
+    del _replaced[key]
+    if before is _ABSENT:
+        namespace.pop(key[1], None)
+    else:
+        namespace[key[1]] = before
+
+
+def _of_each_run(values: dict[object, Any]) -> Any:
+    """Return the latest of the replacements ``values``, or a function that calls the one of the active run if they differ."""
+    latest = next(reversed(values.values()))
+    if all(value == latest for value in values.values()):
+        return latest
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        run = None if is_compiling() else active_interleaver()
+        owner = None if run is None else next((known for known in reversed(run.interceptions) if known in values), None)
+        return (latest if owner is None else values[owner])(*args, **kwargs)
+
+    return functools.update_wrapper(call, latest, ("__self__",))  # with its object, so that another run can replace it in turn
+
+
 class Instrumentation:
     """A context manager that intercepts the calls of ``modules``, given by path, the prefix of their locations.
 
@@ -132,8 +172,7 @@ class Instrumentation:
         self._calls = self._intercepted(modules)
         self._has_fast_path = any(isinstance(module, torch.nn.TransformerEncoderLayer) for module in modules.values())
         self._functions: dict[str, Callable[[], tuple[dict[str, Any], str, Any]]] = {}
-        #: The values that were shadowed, by instance and attribute; `_ABSENT` if the instance had no such attribute.
-        self._shadowed: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        self._installed: set[tuple[int, str]] = set()  # the keys of its replacements in `_replaced`
         self._users = 0
         self._lock = threading.RLock()
 
@@ -175,7 +214,8 @@ class Instrumentation:
         with self._lock:
             self._functions[path] = replacement
             if self._users:
-                self._install(*replacement())
+                with _chains:
+                    self._install(*replacement())
 
     def __enter__(self) -> Instrumentation:
         run = active_interleaver()
@@ -183,19 +223,19 @@ class Instrumentation:
             run.interceptions.append(self._identity)
         with self._lock:
             if self._users == 0:
-                replacements = [replacement() for replacement in self._functions.values()]
                 with _chains:
+                    replacements = [replacement() for replacement in self._functions.values()]
                     self._install_calls(self._calls)
-                for replacement in replacements:
-                    self._install(*replacement)
+                    for replacement in replacements:
+                        self._install(*replacement)
                 if self._has_fast_path:
                     _module_by_module.__enter__()
             self._users += 1
         return self
 
     def _install(self, namespace: dict[str, Any], name: str, value: Any) -> None:
-        self._shadowed.setdefault((id(namespace), name), (namespace, namespace.get(name, _ABSENT)))
-        namespace[name] = value
+        self._installed.add((id(namespace), name))
+        _put(namespace, name, value, self._identity)
 
     def __exit__(self, *_: object) -> None:
         run = active_interleaver()
@@ -210,11 +250,8 @@ class Instrumentation:
                             del namespace[INTERCEPTED_METHOD]
                         else:
                             _unlink(namespace, call.__func__)
-                for (_owner, name), (namespace, value) in self._shadowed.items():
-                    if value is _ABSENT:
-                        namespace.pop(name, None)
-                    else:
-                        namespace[name] = value
-                self._shadowed.clear()
+                    for key in self._installed:
+                        _take_away(key, self._identity)
+                self._installed.clear()
                 if self._has_fast_path:
                     _module_by_module.__exit__()

@@ -77,6 +77,7 @@ class EventRecorder(TorchFunctionMode):
         binding: The sizes that the graph's symbols have for these inputs.
         modes: Grad mode, inference mode and autocast of the model, in which the graph runs.
         stacks: The other modes of the model.
+        random: Whether the graph draws random numbers before the next call of the block.
         relaid: Whether a replacement has other strides than the captured value.
         lifted: Scalar tensors that were made from Python floats.
         filled: Lazy tensors that are computed but could not become the real tensor.

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -160,6 +160,11 @@ def _is_no_integer(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return value.is_floating_point() or value.is_complex() or value.device.type != "cpu"
     return isinstance(value, (float, complex, torch.SymFloat))
+
+
+def may_draw(node: torch.fx.Node, names: Collection[str]) -> bool:
+    """Whether the call at ``node`` may draw random numbers; ``names`` are those of random functions."""
+    return (kind_of(node) is Kind.RANDOM or name_of(node) in names) and not _draws_nothing(node)
 
 
 def _draws_nothing(node: torch.fx.Node) -> bool:

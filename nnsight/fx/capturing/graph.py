@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ...runtime.report import Break
 from ..block_events import State
-from ..effects import Memory, all_edited, edits_of_inputs
+from ..effects import Memory, all_edited, edits_of_inputs, may_draw
+from ..recording.functions import RANDOM
 from .nested import unnest
 from .structures import parse_structure
 from .taps import OPAQUE_MARK, Opaque, tap
@@ -228,6 +229,15 @@ class CapturedGraph:
         """Number of the last node that computes something. Only taps, the nodes that extract their tensors, and the output follow."""
         works = (number for number, node in enumerate(self.nodes) if not (node in self.tap_number or node in self.tapped))
         return max((number for number in works if self.nodes[number] is not self.output_node), default=-1)
+
+    @cached_property
+    def _draws(self) -> list[int]:
+        """Numbers of the nodes that may draw random numbers."""
+        return [number for number, node in enumerate(self.nodes) if may_draw(node, RANDOM)]
+
+    def draws_between(self, start: int, stop: int) -> bool:
+        """Whether a node from number ``start`` up to ``stop`` may draw random numbers."""
+        return any(start <= number < stop for number in self._draws)
 
     @cached_property
     def memory(self) -> Memory:

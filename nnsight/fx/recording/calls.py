@@ -28,13 +28,13 @@ from .functions import (
     DEMANDS,
     DRAWN_LIKE,
     METADATA,
-    RANDOM,
     READ_AS,
     SCRIPTED,
     SPECIAL,
     UNANSWERABLE,
     ControlOperator,
     as_python,
+    draws,
     edits_in_place,
     has_tensor,
     is_custom,
@@ -59,7 +59,7 @@ class CallRecorder(EventRecorder):
         kwargs = kwargs or {}
         if torch._C._are_functorch_transforms_active():  # the transform turns the call into operators, see `call_operator`
             return self.transformed(function, args, kwargs)
-        if LazyTensor in types or (self.random and getattr(function, "__name__", "") in RANDOM):
+        if LazyTensor in types or (self.random and draws(function, kwargs)):
             return self.call(function, args, kwargs)
         edits = edits_in_place(function)
         if (edits or self.used or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
@@ -160,6 +160,8 @@ class CallRecorder(EventRecorder):
         reason = self._needs_values(function)
         if reason is None and edits_in_place(function) and self.is_memory_exported:
             reason = "an array outside of torch may have the memory that is edited"
+        if reason is None and kwargs.get("requires_grad") and draws(function, kwargs):
+            reason = f"`{name_of(function)}` makes a leaf of autograd"
         if reason is None and may_fail_by_values(function, args, kwargs):
             caught_by = handler()
             if caught_by is not None:
@@ -190,7 +192,7 @@ class CallRecorder(EventRecorder):
             if lifted.values and not self._is_like(outcome, known, lifted):
                 keep_constant(self.state, event)
                 lifted, sizes = Lifted(event, (), event), self.sizes
-        self.random = self.random or getattr(function, "__name__", "") in RANDOM
+        self.random = self.random or draws(function, kwargs)
         result = self._take(outcome, lifted, sizes)
         if isinstance(result, LazyTensor) and args and result is not args[0] and edits_in_place(function):
             keep_mark(args[0], result)  # after `h += 1` the name refers to a new object, unlike in an eager run

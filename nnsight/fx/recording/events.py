@@ -66,6 +66,10 @@ _LIBRARIES = (
 _UNCHANGED = frozenset(PLAIN)
 
 
+class NegativeZero(float):
+    """The type of the constant ``-0.0``, which is equal to ``0.0`` and gives other results."""
+
+
 class NotLowerableError(Exception):
     """A call has an argument that no graph can contain."""
 
@@ -77,6 +81,7 @@ class EventRecorder(TorchFunctionMode):
         binding: The sizes that the graph's symbols have for these inputs.
         modes: Grad mode, inference mode and autocast of the model, in which the graph runs.
         stacks: The other modes of the model.
+        random: Whether the graph draws random numbers before the next call of the block.
         relaid: Whether a replacement has other strides than the captured value.
         lifted: Scalar tensors that were made from Python floats.
         filled: Lazy tensors that are computed but could not become the real tensor.
@@ -226,7 +231,7 @@ class EventRecorder(TorchFunctionMode):
         if isinstance(argument, torch.Tensor):
             return self.refer(argument)
         if isinstance(argument, (bool, int, float, complex)):
-            return Constant(kind, argument)
+            return Constant(NegativeZero if kind is float and not argument and repr(argument) == "-0.0" else kind, argument)
         if isinstance(argument, (tuple, list)):
             return Nest("list" if isinstance(argument, list) else "tuple", tuple([self._argument(item) for item in argument]))
         if kind is slice:

@@ -67,6 +67,7 @@ class PieceRunner(CallRecorder):
     def _begin(self, piece: Piece) -> None:
         """Start a piece of the graph without any recorded events."""
         self.piece = piece
+        self.random = False
         self.used += self.run.inputs
         self._edits = iter(self.graph.edits_in(piece))
         self._next_edit = next(self._edits, None)  # the model's next edit of an input, after the current tap

@@ -7,7 +7,7 @@ concrete value, and random functions, whose order matters. Functions and methods
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -56,11 +56,13 @@ DRAWN_LIKE = frozenset({torch.randn_like, torch.rand_like, torch.randint_like})
 #: Functions for which :meth:`CallRecorder.call` first looks for an answer without an event.
 SPECIAL = frozenset({*METADATA, *ABOUT_GRADIENTS, *CARRIED, *READ_AS, *DRAWN_LIKE, torch.Tensor.__iter__})
 
-#: Random functions. Once one is recorded, all later ones are recorded too, so that they draw their numbers in order.
+#: Random functions. Once one is recorded, or the model has drawn numbers, all later ones are recorded, so that they draw in order.
 RANDOM = frozenset(
     "rand randn randint randperm normal normal_ bernoulli bernoulli_ multinomial poisson uniform_ exponential_ geometric_ "
     "cauchy_ log_normal_ random_ dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
-    "feature_dropout rrelu gumbel_softmax scaled_dot_product_attention randn_like rand_like randint_like".split()
+    "feature_dropout rrelu gumbel_softmax scaled_dot_product_attention randn_like rand_like randint_like binomial _standard_gamma "
+    "_sample_dirichlet rrelu_ alpha_dropout_ feature_alpha_dropout_ kaiming_uniform_ kaiming_normal_ multi_head_attention_forward "
+    "fractional_max_pool2d fractional_max_pool3d svd_lowrank pca_lowrank".split()
 )
 
 #: Functions in which a scalar tensor in place of a Python float gives the same result, bit for bit. Their floats are inputs of the graph
@@ -97,6 +99,11 @@ def is_custom(function: Any) -> bool:
         return function.namespace not in ("aten", "prims")
     packet = isinstance(function, torch._ops.OpOverloadPacket)
     return packet and function._qualified_op_name.partition("::")[0] not in ("aten", "prims")
+
+
+def draws(function: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call draws numbers from the generator that the model uses, too."""
+    return getattr(function, "__name__", "") in RANDOM and kwargs.get("generator") is None
 
 
 def edits_in_place(function: Any) -> bool:

@@ -41,6 +41,7 @@ from .execution import PieceRunner
 from .functions import instead_of
 from .lazy import LazyTensor
 from .opaque_functions import made_visible
+from .seeding import watched_generator
 
 
 class Recording(PieceRunner):
@@ -53,7 +54,7 @@ class Recording(PieceRunner):
         before = run.check_replacement, run.check_skip, run.check_location
         run.check_replacement, run.check_skip, run.check_location = self._check_replacement, self._check_skip, self._check_location
         try:
-            with stage("record"), made_visible, self.modes.of_a_block(), self:
+            with stage("record"), made_visible, watched_generator, self.modes.of_a_block(), self:
                 index = 0
                 while run.waited:  # a block has code left to run
                     tap = self._next_stop(index)
@@ -75,7 +76,7 @@ class Recording(PieceRunner):
             raise
         except BaseException as error:
             if error is run.failure:  # a block failed: end the others while their tensors can still be computed
-                with made_visible, self.modes.of_a_block(), self:
+                with made_visible, watched_generator, self.modes.of_a_block(), self:
                     run.end_blocks()
             if isinstance(error, Exception):
                 self._compute_live_tensors()
@@ -106,6 +107,7 @@ class Recording(PieceRunner):
 
     def _stop_at(self, tap: Tap) -> None:
         self.tap = tap
+        self.random = self.random or self.graph.draws_between(self.piece.start, self.graph.order[tap.node])
         if self._next_edit is not None:
             self._watch_edits(self.graph.order[tap.node])
         leaves = self._visit(tap)

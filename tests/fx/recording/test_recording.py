@@ -573,3 +573,13 @@ def test_arguments_that_are_one_tensor_are_one_for_each_invoke(compile: bool) ->
             out = model.output.save()
     assert same
     assert torch.equal(out, torch.full((2, 3), 10.0))
+
+
+def test_a_negative_zero_is_another_number_than_zero() -> None:
+    """Both are equal in Python."""
+    model = NNsight(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU()), compile={"backend": "eager"})
+    x = torch.ones(1, 2)
+    for sign in (0.0, -0.0, 1.0, -0.0, 0.0):
+        with model.trace(x):
+            out = torch.copysign(model[0].output, sign).save()
+        assert torch.equal(out, torch.copysign(model._module[0](x), sign))

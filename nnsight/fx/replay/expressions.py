@@ -193,14 +193,16 @@ class Expressions(Names):
 
 
 def _compared(container: Any) -> Any:
-    """Return a container from outside as :class:`Items` of its keys or items, if guards compare them; else unchanged."""
+    """Return a container as :class:`Items` of its keys or items, if guards compare them; else unchanged."""
+    if isinstance(container, Items):
+        return container._replace(is_tuple=True)
     if isinstance(container, Container) and (container.is_plain or type(container.value) is dict):
         return Items(tuple(map(Concrete, container.value)))
     return container
 
 
 def _is_constant(value: Any) -> bool:
-    return all(map(_is_constant, value.items)) if isinstance(value, Items) else is_known_constant(value)
+    return value.is_tuple and all(map(_is_constant, value.items)) if isinstance(value, Items) else is_known_constant(value)
 
 
 def _constant(value: Any) -> Any:

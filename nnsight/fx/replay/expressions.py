@@ -101,14 +101,16 @@ class Expressions(Names):
     def _Compare(self, node: ast.Compare) -> Any:  # noqa: N802
         values = [self.value(part) for part in (node.left, *node.comparators)]
         operation = node.ops[0]
-        if all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
+        by_identity = [isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops]
+        if any(by_identity):
             for value in values:
                 if isinstance(value, (OutsideObject, Method)):
                     self.findings.add((value.function if isinstance(value, Method) else value).path, "object")
             same = _are_same(values) if len(values) == 2 else None
             if same is None and not all(map(_is_identified, values)):
                 return self.fail(node)
-            return VALUE if same is None else Concrete(same is isinstance(operation, ast.Is))
+            if all(by_identity):
+                return VALUE if same is None else Concrete(same is isinstance(operation, ast.Is))
         if isinstance(operation, (ast.In, ast.NotIn)):
             values[1] = _compared(values[1])
         for value in values:

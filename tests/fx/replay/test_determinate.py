@@ -109,12 +109,15 @@ def test_what_changes_in_a_container_is_seen(model: Any, what: str) -> None:
         same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
 
 
+@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("equal", [lambda: [2.0], lambda: {"scale": 2.0}, lambda: tuple(map(float, "2"))])
-def test_whether_equal_objects_are_the_same_is_seen(model: Any, equal: Callable[[], Any]) -> None:
+def test_whether_equal_objects_are_the_same_is_seen(model: Any, equal: Callable[[], Any], chained: bool) -> None:
     """Guards compare the items of containers, and constants by value."""
     one = other = equal()
 
     def function(h: torch.Tensor) -> torch.Tensor:
+        if chained:
+            return h * 2 if one is other == one else h - 1
         return h * 2 if one is other else h - 1
 
     for _ in range(2):

@@ -1,13 +1,14 @@
 """Second runs of blocks: ``tracer.program`` runs a block once more, on fake tensors, with the variables and inputs of its trace.
 
-The record of a trace keeps no object of the user alive. It contains numbers and strings themselves, the content of lists, tuples and dicts
-before the block ran, and weak references to tensors and all other objects. An input tensor that no longer exists is replaced by one of the
-same size, dtype and device, since a run on fake tensors ignores values. A variable that no longer exists is an error.
+The record of a trace keeps no object of the user alive. It contains numbers and strings themselves, the content of built-in containers and
+namedtuples before the block ran, and weak references to tensors and all other objects. An input tensor that no longer exists is replaced by
+one of the same size, dtype and device, since a run on fake tensors ignores values. A variable that no longer exists is an error.
 """
 
 from __future__ import annotations
 
 import copy
+import numbers
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -42,11 +43,12 @@ class GoneError(LookupError):
 
 
 class _KeptContainer(NamedTuple):
-    """The content of a list, a tuple, or a dict (its keys, and its values as ``items``)."""
+    """The content of a container; of a dict, its keys, and its values as ``items``."""
 
     kind: type
     keys: tuple[Any, ...]
     items: tuple[Any, ...]
+    option: Any = None  # the length limit of a deque, or the record of the factory of a defaultdict
 
 
 class _KeptTensor(NamedTuple):
@@ -113,16 +115,17 @@ class Rerun:
 def _kept(value: Any, known: dict[int, _KeptContainer], depth: int = 0) -> Any:
     """Return the record of a value; ``known`` has the records of earlier containers, by identity."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in _PLAIN or isinstance(value, numbers.Number):
         return value
-    if kind is list or kind is tuple or kind is dict:
+    if kind is tuple or kind in _CONTAINERS or (isinstance(value, tuple) and hasattr(kind, "_make")):
         if id(value) in known:
             return known[id(value)]
         if len(value) > _LONGEST or depth > _DEEPEST:
             return _NOT_KEPT
-        items = value.values() if kind is dict else value
-        kept = tuple([_kept(item, known, depth + 1) for item in items])
-        known[id(value)] = made = _KeptContainer(kind, tuple(value) if kind is dict else (), kept)
+        is_dict = isinstance(value, dict)
+        kept = tuple([_kept(item, known, depth + 1) for item in (value.values() if is_dict else value)])
+        option = _kept(value.maxlen if kind is deque else getattr(value, "default_factory", None), known)
+        known[id(value)] = made = _KeptContainer(kind, tuple(value) if is_dict else (), kept, option)
         return made
     try:
         return weakref.ref(value)
@@ -171,10 +174,19 @@ def _value(kept: Any, made: dict[int, Any]) -> Any:
         return torch.ones(kept.size, dtype=kept.dtype, device=kept.device) if known is None else known
     if kind is _KeptContainer:
         if id(kept) not in made:
-            items = [_value(item, made) for item in kept.items]
-            made[id(kept)] = dict(zip(kept.keys, items, strict=True)) if kept.kind is dict else kept.kind(items)
+            made[id(kept)] = _container(kept, [_value(item, made) for item in kept.items], _value(kept.option, made))
         return made[id(kept)]
     return kept
+
+
+def _container(kept: _KeptContainer, items: list[Any], option: Any) -> Any:
+    kind: Any = kept.kind
+    if issubclass(kind, dict):
+        pairs = dict(zip(kept.keys, items, strict=True))
+        return kind(option, pairs) if kind is defaultdict else kind(pairs)
+    if issubclass(kind, tuple):
+        return kind._make(items) if hasattr(kind, "_make") else kind(items)
+    return kind(items, option) if kind is deque else kind(items)
 
 
 def container_copy(value: Any, copies: dict[int, Any]) -> Any:
@@ -187,7 +199,8 @@ def container_copy(value: Any, copies: dict[int, Any]) -> Any:
         return value
     made = copies[id(value)] = copy.copy(value)
     if isinstance(made, dict):
-        made.update({key: container_copy(item, copies) for key, item in made.items()})
+        for key, item in made.items():
+            made[key] = container_copy(item, copies)  # not by `update`, which adds to the counts of a `Counter`
     elif not isinstance(made, (set, bytearray)):
         for index, item in enumerate(made):
             made[index] = container_copy(item, copies)

@@ -66,7 +66,7 @@ def program_of(rerun: Rerun | None, ran_here: bool) -> Program:
     except GoneError as error:
         raise NotExpressibleError(
             f"{block.filename}:{block.line}: the program of a trace is recorded when `tracer.program` is first used, and {error} no longer "
-            "exists. Use it earlier, or trace with `program=True`, which records the block at once."
+            "exists, or was too large to be kept. Use it earlier, or trace with `program=True`, which records the block at once."
         ) from None
     report = tracer.report
     model: Any = tracer._model

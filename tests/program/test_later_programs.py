@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import fractions
 import gc
 import re
 import weakref
@@ -60,6 +62,35 @@ def test_the_values_are_those_of_the_trace_and_not_of_the_first_look() -> None:
     assert out is None
     assert alpha == 7.0
     assert first is not vectors[0]
+
+
+Scales = collections.namedtuple("Scales", "first second")
+
+
+@pytest.mark.parametrize(
+    "scales",
+    [
+        [2.0, 3.0],
+        {3.0},
+        bytearray(b"\x02\x03"),
+        collections.deque([2.0, 3.0], maxlen=2),
+        collections.OrderedDict(a=3.0),
+        collections.Counter(a=3),
+        collections.defaultdict(float, a=3.0),
+        Scales([2.0, 3.0], fractions.Fraction(1, 2)),
+    ],
+    ids=lambda scales: type(scales).__name__,
+)
+def test_a_container_has_the_content_that_it_had_before_the_block(scales: Any) -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model = NNsight(net)
+    with model.trace(x) as tracer:
+        held = scales.first if isinstance(scales, Scales) else scales
+        factor = float(held.pop("a") if isinstance(held, dict) else held.pop())
+        model[1].output = model[1].output * factor + (scales["b"] if isinstance(scales, collections.defaultdict) else 0.0)
+        out = model[3].output.save()
+    torch.testing.assert_close(out, Hooks(net).output("1", lambda h: h * 3.0)(x))
+    torch.testing.assert_close(tracer.program.run(model, x)["out"], out)
 
 
 def test_nothing_outside_changes(capsys: pytest.CaptureFixture[str]) -> None:

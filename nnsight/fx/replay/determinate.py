@@ -160,9 +160,9 @@ class Calls(Expressions):
         if isinstance(owner, Container) and type(owner.value) is dict and name in ("items", "values", "keys") and not given:
             keys = tuple(map(Concrete, owner.value))
             if name == "keys":
-                return Items(keys)
+                return Items(keys, False)
             values = tuple(self._member(owner, key) for key in owner.value)
-            return Items(values if name == "values" else tuple(map(Items, zip(keys, values, strict=True))))
+            return Items(values if name == "values" else tuple(map(Items, zip(keys, values, strict=True))), False)
         is_tensor = isinstance(owner, Concrete) and isinstance(owner.value, torch.Tensor)
         if name == "save" and not given and (owner is VALUE or is_tensor):
             return owner  # in a function; in a block, `x.save()` has become a call of `save`

@@ -101,14 +101,16 @@ class Expressions(Names):
     def _Compare(self, node: ast.Compare) -> Any:  # noqa: N802
         values = [self.value(part) for part in (node.left, *node.comparators)]
         operation = node.ops[0]
-        if all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops):
+        by_identity = [isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops]
+        if any(by_identity):
             for value in values:
                 if isinstance(value, (OutsideObject, Method)):
                     self.findings.add((value.function if isinstance(value, Method) else value).path, "object")
             same = _are_same(values) if len(values) == 2 else None
             if same is None and not all(map(_is_identified, values)):
                 return self.fail(node)
-            return VALUE if same is None else Concrete(same is isinstance(operation, ast.Is))
+            if all(by_identity):
+                return VALUE if same is None else Concrete(same is isinstance(operation, ast.Is))
         if isinstance(operation, (ast.In, ast.NotIn)):
             values[1] = _compared(values[1])
         for value in values:
@@ -193,14 +195,16 @@ class Expressions(Names):
 
 
 def _compared(container: Any) -> Any:
-    """Return a container from outside as :class:`Items` of its keys or items, if guards compare them; else unchanged."""
+    """Return a container as :class:`Items` of its keys or items, if guards compare them; else unchanged."""
+    if isinstance(container, Items):
+        return container._replace(is_tuple=True)
     if isinstance(container, Container) and (container.is_plain or type(container.value) is dict):
         return Items(tuple(map(Concrete, container.value)))
     return container
 
 
 def _is_constant(value: Any) -> bool:
-    return all(map(_is_constant, value.items)) if isinstance(value, Items) else is_known_constant(value)
+    return value.is_tuple and all(map(_is_constant, value.items)) if isinstance(value, Items) else is_known_constant(value)
 
 
 def _constant(value: Any) -> Any:

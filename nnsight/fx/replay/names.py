@@ -100,9 +100,10 @@ class Method(NamedTuple):
 
 
 class Items(NamedTuple):
-    """A tuple, or the items of a loop, as a sequence of abstract values."""
+    """A tuple, or the items of another object, as a sequence of abstract values."""
 
     items: tuple[Any, ...]
+    is_tuple: bool = True  # else the items of a list or of a view of a dict, which is equal to no tuple
 
 
 def are_alike(one: Any, other: Any) -> bool:
@@ -117,7 +118,8 @@ def are_alike(one: Any, other: Any) -> bool:
         return one.path == other.path and one.value is other.value
     if isinstance(one, (Method, Items)):
         parts: Any = (one.items, other.items) if isinstance(one, Items) else (one, other)
-        return len(parts[0]) == len(parts[1]) and all(map(are_alike, *parts))
+        kinds_agree = isinstance(one, Method) or one.is_tuple == other.is_tuple
+        return kinds_agree and len(parts[0]) == len(parts[1]) and all(map(are_alike, *parts))
     return False
 
 
@@ -401,11 +403,13 @@ class Names:
             found = owner.value[key]  # type: ignore[index]
             return Items(tuple(map(Concrete, found))) if isinstance(found, list) else Concrete(found)
         if isinstance(owner, Items):
-            return Items(owner.items[key]) if type(key) is slice else owner.items[key]
+            return owner._replace(items=owner.items[key]) if type(key) is slice else owner.items[key]
         if isinstance(owner, Container):
             if type(owner.value) is not dict:
                 key = range(len(owner.value))[key]  # makes negative numbers positive, and a slice a range
-            return Items(tuple(self._member(owner, place) for place in key)) if type(key) is range else self._member(owner, key)
+            if type(key) is range:
+                return Items(tuple(self._member(owner, place) for place in key), type(owner.value) is tuple)
+            return self._member(owner, key)
         if isinstance(owner, OutsideObject) and holds_modules(owner.value, indexed=True):
             return self._module(owner, key)
         return None

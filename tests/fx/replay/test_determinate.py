@@ -109,12 +109,15 @@ def test_what_changes_in_a_container_is_seen(model: Any, what: str) -> None:
         same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
 
 
+@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("equal", [lambda: [2.0], lambda: {"scale": 2.0}, lambda: tuple(map(float, "2"))])
-def test_whether_equal_objects_are_the_same_is_seen(model: Any, equal: Callable[[], Any]) -> None:
+def test_whether_equal_objects_are_the_same_is_seen(model: Any, equal: Callable[[], Any], chained: bool) -> None:
     """Guards compare the items of containers, and constants by value."""
     one = other = equal()
 
     def function(h: torch.Tensor) -> torch.Tensor:
+        if chained:
+            return h * 2 if one is other == one else h - 1
         return h * 2 if one is other else h - 1
 
     for _ in range(2):
@@ -123,6 +126,23 @@ def test_whether_equal_objects_are_the_same_is_seen(model: Any, equal: Callable[
     same(applied(model, function), Hooks(model._module).output("layers.1", function)(x()))
     flag = True
     assert check(model, lambda h: h * 2 if flag is True and one is not None else h - 1) == 2
+
+
+@pytest.mark.parametrize("kind", ["slice", "keys", "member"])
+def test_a_list_is_not_equal_to_a_tuple(model: Any, kind: str) -> None:
+    """So the other branch runs, whose variables have to be guards."""
+    places, named, scale = [0, 1], {"a": 1}, 2.0
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        if kind == "slice":
+            return h * 3 if places[:2] == (0, 1) else h * scale
+        if kind == "keys":
+            return h * 3 if named.keys() == ("a",) else h * scale
+        return h * 3 if places[:2] in ((0, 1), (1, 2)) or 1 in places[:1] or "b" in named.keys() else h * scale  # noqa: SIM118
+
+    assert check(model, function) == 2
+    scale = 4.0
+    assert check(model, function) == 2
 
 
 def test_the_value_of_an_index_is_seen(model: Any) -> None:

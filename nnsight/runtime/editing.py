@@ -84,9 +84,12 @@ class EditingTracer(RunControls, Tracer):
         self._edits.append(Edit(self.info, kept, self._globals_of_edit(), self._source, target, frozenset(roots)))
 
     def _globals_of_edit(self) -> dict[str, Any]:
-        """Return the globals of the edit. At module level, the variables of the block are globals, and their current values are kept."""
+        """Return the globals of the edit. At module level, the variables of the block are globals, and their current values are kept.
+
+        They do not contain the name of the module, for which dynamo would read the variables from the module.
+        """
         assert self.info is not None and self._frame is not None
         given = self.module_globals
         if self._frame.f_locals is not self._frame.f_globals:
             return given
-        return {name: value for name, value in given.items() if name.startswith("__") or name in self.info.looked_up}
+        return {name: value for name, value in given.items() if name == "__builtins__" or name in self.info.looked_up}

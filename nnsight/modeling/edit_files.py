@@ -20,7 +20,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,7 @@ from ..runtime.editing import Edit
 from ..tracing import Block, Scope
 from ..tracing.block import names_of
 from ..tracing.excerpt import Excerpt
+from .reruns import container_copy
 from .values import ValueWriter, read_term, read_values
 
 if TYPE_CHECKING:
@@ -110,21 +111,46 @@ class PortableEdits:
 
     def __call__(self, model: NNsight) -> list[Edit]:
         """Return the edits as those of ``model``."""
-        return [_moved(edit, self._model, model) for edit in self._model._edits]
+        copies: dict[int, Any] = {}
+        return [_moved(edit, self._model, model, copies) for edit in self._model._edits]
 
 
-def _moved(edit: Edit, old: NNsight, new: NNsight) -> Edit:
-    """Return ``edit`` for ``new``, a copy of its model: variables with parts of ``old`` get the same parts of ``new``."""
-    scope, roots = edit.scope.copy(), set(edit.roots)
+def _moved(edit: Edit, old: NNsight, new: NNsight, copies: dict[int, Any]) -> Edit:
+    """Return ``edit`` for ``new``, a copy of its model: variables with parts of ``old`` get the same parts of ``new``.
+
+    A container with such parts is copied once; ``copies`` are those of all edits, by the ``id`` of the original.
+    """
+    scope, roots, module_globals = edit.scope.copy(), set(edit.roots), edit.module_globals
+
+    def moved(value: Any) -> Any:
+        copies.update((id(part), new._descend(part._path.split(".")[1:])) for part in _parts(value, old, set()))
+        return container_copy(value, copies)
+
     for name, value in list(scope.items()):
-        if isinstance(value, Envoy) and value._tree is old._tree:
-            path = value._path.split(".")[1:]
-            if path:
-                scope.cells[name].cell_contents = new._descend(path)
-            else:
-                del scope.cells[name].cell_contents
-                roots.add(name)
-    return Edit(edit.block, scope, edit.module_globals, edit.source, weakref.ref(new), frozenset(roots))
+        if isinstance(value, Envoy) and value._tree is old._tree and value._path == old._path:
+            del scope.cells[name].cell_contents
+            roots.add(name)
+        elif _has_parts(value, old):
+            scope.cells[name].cell_contents = moved(value)
+    read = {name: module_globals[name] for name in edit.block.globals_read if name in module_globals}
+    changed = {name: moved(value) for name, value in read.items() if _has_parts(value, old)}
+    module_globals = {**module_globals, **changed} if changed else module_globals
+    return Edit(edit.block, scope, module_globals, edit.source, weakref.ref(new), frozenset(roots))
+
+
+def _parts(value: Any, model: NNsight, seen: set[int]) -> Iterator[Envoy]:
+    """Yield the parts of ``model`` in nested containers; ``seen`` are the ids of containers that were searched."""
+    if isinstance(value, Envoy):
+        if value._tree is model._tree:
+            yield value
+    elif isinstance(value, (list, tuple, dict, set)) and id(value) not in seen:
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _parts(item, model, seen)
+
+
+def _has_parts(value: Any, model: NNsight) -> bool:
+    return any(True for _ in _parts(value, model, set()))
 
 
 def _dumped(model: NNsight, edits: Iterable[Edit]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

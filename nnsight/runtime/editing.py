@@ -27,7 +27,7 @@ class Edit:
 
     block: Block  # its code
     scope: Scope  # the values that its variables had when it was defined
-    module_globals: dict[str, Any]  # the globals of the user's module
+    module_globals: dict[str, Any]  # the globals of the user's module; those that the block reads, if it was defined at module level
     source: Excerpt  # its text
     target: weakref.ref[Any]  # the model that owns the edit; the block's `as` name is bound to it
     roots: frozenset[str] = frozenset()  # other variables of the block that are bound to this model
@@ -81,4 +81,15 @@ class EditingTracer(RunControls, Tracer):
         for name in roots:
             del kept.cells[name].cell_contents
         target = weakref.ref(self._edited)
-        self._edits.append(Edit(self.info, kept, self.module_globals, self._source, target, frozenset(roots)))
+        self._edits.append(Edit(self.info, kept, self._globals_of_edit(), self._source, target, frozenset(roots)))
+
+    def _globals_of_edit(self) -> dict[str, Any]:
+        """Return the globals of the edit. At module level, the variables of the block are globals, and their current values are kept.
+
+        They do not contain the name of the module, for which dynamo would read the variables from the module.
+        """
+        assert self.info is not None and self._frame is not None
+        given = self.module_globals
+        if self._frame.f_locals is not self._frame.f_globals:
+            return given
+        return {name: value for name, value in given.items() if name == "__builtins__" or name in self.info.looked_up}

@@ -7,6 +7,7 @@ import gc
 import json
 import math
 import pickle
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -641,6 +642,36 @@ def test_a_deep_copy_has_edits_of_its_own_parts(compile: bool) -> None:
         found._module.layers[1].weight.mul_(2)
     weight = found._module.layers[1].weight
     assert torch.equal(output(found, compile), by_hand(found, lambda v: v @ weight))
+
+
+def test_a_deep_copy_moves_parts_in_containers_and_in_globals(tmp_path: Path) -> None:
+    script = tmp_path / "edits.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            from tests.modeling.test_edit_files import build
+
+            model = build()
+            parts = {"first": [model.layers[0]], "others": (model.layers,)}
+            with model.edit() as edited:
+                parts["first"][0].output = parts["others"][0][0].output @ model.layers[1].weight
+
+            def within():
+                held = [model.layers[0]]
+                with model.edit() as edited:
+                    held[0].output = held[0].output * 2
+                return edited
+            """
+        )
+    )
+    names = runpy.run_path(str(script))
+    found = copy.deepcopy(names["edited"])
+    weight = found._module.layers[1].weight
+    with torch.no_grad():
+        weight.mul_(2)
+    assert torch.equal(output(found, False), by_hand(found, lambda v: v @ weight))
+    found = copy.deepcopy(names["within"]())
+    assert torch.equal(output(found, False), by_hand(found, lambda v: v * 2))
 
 
 def test_imported_edits_do_not_keep_their_model_alive(model: NNsight, tmp_path: Path, no_gc: None) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import runpy
+import textwrap
 import threading
 import traceback
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -439,3 +442,29 @@ def test_two_threads_with_different_copies(model: NNsight, compile: bool, clean:
         thread.join()
     assert wrong == []
     clean(model._module)
+
+
+def test_an_edit_at_module_level_keeps_the_values_of_its_variables(tmp_path: Path) -> None:
+    """As an edit in a function does, although the variables are globals there."""
+    script = tmp_path / "edits.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch
+            from nnsight import NNsight
+
+            model = NNsight(torch.nn.Sequential(torch.nn.Identity()))
+            made = []
+            for factor in (2.0, 3.0):
+                with model.edit() as edited:
+                    scaled = model[0].output * factor
+                    model[0].output = scaled
+                made.append(edited)
+            factor = 7.0
+            found = [edited(torch.ones(1)).item() for edited in made]
+            """
+        )
+    )
+    names = runpy.run_path(str(script))
+    assert names["found"] == [2.0, 3.0]
+    assert "scaled" not in names

@@ -4,9 +4,11 @@ The inputs of the jobs are joined like the inputs of invokes, and the blocks of 
 (:class:`~nnsight.runtime.rows.batching.BatchGroup`). The inputs of a group differ only in the number of rows. So nothing is padded, and
 each program gets the sizes for which it was validated. For generations see :mod:`~nnsight.program.run.generations`.
 
-No job may see the rows of another job. A tensor without a batch axis may be computed from all rows, so a program that reads one runs alone.
-Programs that skip modules, end the run or compute gradients run alone, too. If a group fails, its jobs run one by one, so that no program
-makes another one fail. A model that computes across rows (batch statistics, experts with a limited capacity) needs a server without groups.
+No job may see the rows of another job. A tensor without a batch axis may be computed from all rows, so a program that reads one runs
+alone. So does a program that reads a tensor whose rows are all in the same memory: an edit in place reaches every later use of that
+memory. Programs that skip modules, end the run or compute gradients run alone, too. If a group fails, its jobs run one by one, so that no
+program makes another one fail. A model that computes across rows (batch statistics, experts with a limited capacity) needs a server
+without groups.
 
 A compiled model is compiled for the blocks of a whole group. So its groups consist of equal programs with inputs of equal sizes, and they
 have 2, 4, 8, ... jobs: copies of the last job fill up a smaller group, and their results are dropped. So a program has one variant for each
@@ -66,10 +68,11 @@ class Tenant(BatchGroup):
         return super().view(location, occurrence, whole)
 
     def rows_of(self, tensor: torch.Tensor, found: Any) -> Any:
-        """Return the position of the rows of ``tensor``. A tensor without rows is added to :attr:`shared`."""
+        """Return the position of the rows of ``tensor``. A tensor without rows of its own for each job is added to :attr:`shared`."""
         rows = super().rows_of(tensor, found)
-        if rows is None:
+        if rows is None or self.share_memory(tensor, rows):
             self.shared.add(id(tensor))
+            return None
         return rows
 
 

@@ -472,3 +472,24 @@ def test_tokens_that_nobody_looks_at_are_counted(model: Any, generating: Any) ->
 def test_options_of_a_generation_are_those_of_a_list(model: Any, generating: Any, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidProgramError, match="generation"):
         execute_payload(model, encode(generation(generating, **options)))
+
+
+def test_a_weight_that_is_only_saved_is_that_of_the_server(model: Any) -> None:
+    with model.trace(PROMPT, remote="local"):
+        saved = nnsight.save({"weight": model.lm_head.weight, "bias": model.transformer.h[0].mlp.c_fc.bias})
+        hidden = model.transformer.h[0].output.save()
+    assert torch.equal(saved["weight"], model._module.lm_head.weight)
+    assert torch.equal(saved["bias"], model._module.transformer.h[0].mlp.c_fc.bias)
+    assert hidden.shape[-1] == 32
+
+
+@pytest.mark.parametrize("number", [float("inf"), -float("inf"), float("nan")])
+def test_a_tensor_is_multiplied_by_a_number_that_is_not_finite(model: Any, number: float) -> None:
+    found = []
+    for options in ({}, {"remote": "local"}):
+        with model.trace(PROMPT, **options):
+            hidden = model.transformer.h[0].output
+            product, moved = (hidden * number).save(), (hidden + number).save()
+        found.append((product, moved))
+    for eager, remote in zip(*found, strict=True):
+        torch.testing.assert_close(remote, eager, equal_nan=True)

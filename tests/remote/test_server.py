@@ -27,7 +27,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from nnsight import cli
 from nnsight.remote.protocol import CONTENT_TYPE, JobStatus, ModelKey, join_packet, split_packet
 from nnsight.remote.server import sessions
-from nnsight.remote.server.engine import ThreadEngine
+from nnsight.remote.server.engine import ThreadEngine, _Worker
 from nnsight.remote.server.gateway import Gateway
 from nnsight.remote.server.jobs import ServerJob
 from nnsight.remote.server.keys import Account, KeyFile, add_key, read_accounts, remove_key
@@ -599,6 +599,25 @@ def test_a_job_that_runs_is_cancelled_at_once(server: Running, orders: Orders) -
     assert requests.delete(f"{server.url}/request/{job}", timeout=10).json()["status"] == "ERROR"
     assert server.finished(server.submit(order(say="next")))["status"] == "COMPLETED"
     assert server.get(f"/response/{job}").json()["data"] == {"error": "JobCancelledError"}
+
+
+def test_a_job_that_is_cancelled_before_its_thread_begins_does_not_run(
+    server: Running, orders: Orders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, go, run = threading.Event(), threading.Event(), _Worker._run
+
+    def later(worker: Any, function: Any) -> Any:
+        given.set()
+        assert go.wait(20)
+        return run(worker, function)
+
+    monkeypatch.setattr(_Worker, "_run", later)
+    job = server.submit(order(say="x"))
+    until(given.is_set)
+    assert requests.delete(f"{server.url}/request/{job}", timeout=20).json()["status"] == "ERROR"
+    go.set()
+    assert server.finished(server.submit(order(say="y")))["status"] == "COMPLETED"
+    assert orders.seen == ["y"]
 
 
 def test_a_job_that_is_cancelled_while_its_payload_is_read_does_not_run(

@@ -294,7 +294,8 @@ class Repeats(torch.nn.Module):
         self.scale = torch.nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale(x + self.table(torch.arange(4.0).expand(len(x), -1)))
+        table = torch.arange(4.0).expand(len(x), -1)
+        return self.scale(x + self.table(table) + table)
 
 
 def test_a_job_edits_its_own_rows_where_all_rows_are_in_the_same_memory() -> None:
@@ -313,8 +314,8 @@ def test_a_job_edits_its_own_rows_where_all_rows_are_in_the_same_memory() -> Non
     assert kind_of(model, payloads[0]) == kind_of(model, payloads[1])
     first, second = (decode_results(result)["out"] for result in execute_payloads(model, payloads) if isinstance(result, bytes))
     plain, scale = torch.arange(4.0), model._module.scale
-    close(first, scale(x + plain + torch.tensor([100.0, 0, 0, 0])).detach())
-    close(second, scale(y + plain).detach())
+    close(first, scale(x + 2 * (plain + torch.tensor([100.0, 0, 0, 0]))).detach())  # the edit reaches both uses, as in a run alone
+    close(second, scale(y + 2 * plain).detach())
 
 
 def test_one_program_that_fails_fails_alone(model: Any, forwards: list[int]) -> None:

@@ -297,7 +297,7 @@ class _Checker:
             require(inner == "int", f"`{name}` is not a list")
             kind = inner
         require(_is_argument(value, kind, strings), f"`{name}` is not of type {kind}")
-        if kind == "Tensor" and type(value) is dict:
+        if kind == "Tensor" and type(value) is dict and "float" not in value:
             self._check_tree(value, _REF)
 
 

@@ -257,7 +257,8 @@ class Recorder(NodeRecorder):
         """Return the tree of a part of a saved value that is not plain data."""
         if isinstance(value, torch.Tensor):
             if id(value) in self.model.weights:
-                fake = self.substitute(value)
+                with self.turn_of(len(self._blocks)):  # the last block of the run: no block has used this weight so far
+                    fake = self.substitute(value)
                 self._refs[value] = self._refs[fake]
                 return {"ref": list(self._refs[fake])}
             if not isinstance(value, FakeTensor) or id(value) in self._of_other_jobs:

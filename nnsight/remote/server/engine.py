@@ -46,14 +46,15 @@ class _Worker:
 
     def submit(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        self._interrupted = False
         self._calls.put((function, future))
         return asyncio.wrap_future(future)
 
     def interrupt(self) -> None:
-        """Raise an exception in the thread, if a call is running there."""
+        """Raise an exception in the thread, if a call is running there. A call that was submitted and has not begun does not begin."""
         with self._lock:
-            if self._running and not self._interrupted:
-                self._interrupted = True
+            known, self._interrupted = self._interrupted, True
+            if self._running and not known:
                 ident = ctypes.c_ulong(self._thread.ident or 0)
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(_Interrupt))
 
@@ -88,7 +89,9 @@ class _Worker:
         error: Exception | None = None
         try:
             with self._lock:
-                self._running, self._interrupted = True, False
+                if self._interrupted:
+                    raise _Interrupt
+                self._running = True
             try:
                 result = function()
             except Exception as failure:

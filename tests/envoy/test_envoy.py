@@ -578,5 +578,5 @@ def test_a_child_that_takes_a_name_is_announced() -> None:
             super().__init__()
             self.output = torch.nn.Linear(2, 2)
 
-    with pytest.warns(UserWarning, match=r"`\.output` is the child, `\.nns_output` is the attribute"):
+    with pytest.warns(UserWarning, match=r"`\.output` is the child, `\.nns_output` the attribute"):
         NNsight(Parent())

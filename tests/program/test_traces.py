@@ -250,3 +250,35 @@ def test_an_edit_before_the_end_of_a_run_is_made() -> None:
             model[0].input[:, 0] = 5.0
             tracer.stop()
         assert x[:, 0].tolist() == [5.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("how", [{"program": True}, {"remote": "local"}])
+def test_weights_and_tensors_from_outside_are_saved(how: Any, stops: bool) -> None:
+    net, x, vector = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net)
+    with model.trace(x, **how) as tracer:
+        weight = model[0].weight.save()
+        kept = vector.save()
+        both = [vector, vector + 1.0, model[1].bias].save()
+        hidden = model[1].output.save()
+        if stops:
+            tracer.stop()
+    assert kept is vector and both[0] is vector
+    values = {"weight": net[0].weight, "kept": vector, "both": [vector, vector + 1.0, net[1].bias], "hidden": net[1](net[0](x))}
+    torch.testing.assert_close({"weight": weight, "kept": kept, "both": both, "hidden": hidden}, values)
+    for compile in (False, {"backend": "eager"}):
+        bound = tracer.program.bind(NNsight(net, compile=compile), inputs=["vector"])
+        other = torch.randn(6)
+        for _ in range(2):
+            torch.testing.assert_close(bound(x), {**values, "vector": vector})  # `vector` is another name of the saved object
+            changed = {"vector": other, "kept": other, "both": [other, other + 1.0, net[1].bias]}
+            torch.testing.assert_close(bound(x, vector=other), {**values, **changed})
+
+
+def test_shapes_are_saved_and_read_after_a_recorded_trace() -> None:
+    model, shapes = NNsight(stack()), []
+    with model.trace(torch.randn(3, 6), program=True):
+        shape = nnsight.save(model[1].output.shape)
+        shapes.append(model[2].output.shape)
+    assert shape == (3, 6) and shapes[0] == (3, 6) and shapes[0].numel() == 18

@@ -361,3 +361,17 @@ def test_a_list_of_another_length_is_refused(tmp_path: Path) -> None:
     assert other.program.run(model, torch.ones(3, 4))["whole"].shape == (3, 4)
     with pytest.raises(NameError):
         print(total, whole)
+
+
+def test_results_with_several_tensors_and_a_stop_as_python(tmp_path: Path) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    model = NNsight(net)
+    with model.trace(x, remote="program") as tracer:
+        most = model[0].output.max(-1).save()
+        applied = model[1](model[0].output).save()
+        tracer.stop()
+    path = tmp_path / "program.py"
+    path.write_text(tracer.program.to_python())
+    found = runpy.run_path(str(path))["program"](model, x)
+    hidden = net[0](x)
+    torch.testing.assert_close(found, {"most": tuple(hidden.max(-1)), "applied": net[1](hidden)})

@@ -282,3 +282,36 @@ def test_shapes_are_saved_and_read_after_a_recorded_trace() -> None:
         shape = nnsight.save(model[1].output.shape)
         shapes.append(model[2].output.shape)
     assert shape == (3, 6) and shapes[0] == (3, 6) and shapes[0].numel() == 18
+
+
+@pytest.mark.parametrize("how", [{"program": True}, {"remote": "local"}])
+def test_a_saved_result_with_fields_keeps_them(how: Any) -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model = NNsight(net)
+    with model.trace(x, **how):
+        most = model[1].output.max(-1).save()
+    torch.testing.assert_close(most.values, net[1](net[0](x)).max(-1).values)
+
+
+def test_an_edit_of_a_result_does_not_change_the_program() -> None:
+    net, x, vector = stack(), torch.randn(3, 6), torch.arange(6.0)
+    model = NNsight(net)
+    with model.trace(x, remote="program") as tracer:
+        kept, part, out = vector.save(), vector.view(2, 3)[:1].save(), (model[3].output + vector).save()
+    for compile in (False, {"backend": "eager"}):
+        bound = tracer.program.bind(NNsight(net, compile=compile))
+        for _ in range(3):
+            found = bound(x)
+            torch.testing.assert_close(found["kept"], torch.arange(6.0))
+            torch.testing.assert_close(found["part"], torch.arange(3.0)[None])
+            for value in found.values():
+                value.detach().add_(100.0)
+
+
+def test_an_object_in_a_saved_list_is_refused_by_bind() -> None:
+    model = NNsight(stack())
+    with model.trace(torch.randn(3, 6), program=True) as tracer:
+        both = nnsight.save([model[1].output, object()])
+    assert len(both) == 2
+    with pytest.raises(NotExpressibleError, match="`both` contains a object, which a program cannot contain"):
+        tracer.program.bind(model)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.batched_containers import is_batched_container
 from ..format.errors import NotExpressibleError
-from ..format.trees import write_tree
+from ..format.trees import NONE, write_tree
 from ..run.occurrences import tensors_at
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _saved(recorder: Recorder, name: str, value: Any, in_cache: bool = False) ->
         return write_tree(kept, lambda leaf: _saved(recorder, name, leaf, in_cache=True))
     if is_batched_container(value):
         if in_cache:  # key-value caches are not sent
-            return {"absent": type(value).__name__[:100]}
+            return {"absent": NONE}
         return {"list": [write_tree(item, lambda leaf: _saved(recorder, name, leaf)) for item in tensors_at(value)]}
     is_object = hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType))
     held = value if isinstance(value, (set, frozenset)) else vars(value).values() if is_object else ()

@@ -106,8 +106,9 @@ class _Writer:
         for order, block in enumerate(sorted(found)):
             statements = list(self._statements(iter(found[block])))
             numbers = {number for number, _ in found[block]}
-            kept = (self._reference(*reference) for reference in saved if reference[0] in numbers)
-            statements += [_Statement(f"{name}.save()", None, statements[-1].at, False, None) for name in kept]
+            kept = dict.fromkeys(node for node, _ in saved if node in numbers and self._job.nodes[node]["do"] != "const")
+            end = len(statements) - (found[block][-1][1]["do"] == "stop")
+            statements[end:end] = [_Statement(f"v{node}.save()", None, statements[-1].at, False, None) for node in kept]
             if len(found) == 1:
                 blocks.append(list(self._written(statements, 2)))
             else:

@@ -29,6 +29,7 @@ from .format.payload import Job, decode, encode, inputs_of
 from .format.trees import references, with_references
 from .run.interpreter import ProgramBlock
 from .run.validation import check_parts
+from .saved_results import check_saves, with_own_results
 
 
 class Program:
@@ -190,6 +191,7 @@ class Program:
         Raises:
             TypeError: If ``model`` is not a wrapped model.
             InvalidProgramError: If the model lacks a part that the program names, or the program lacks one of ``inputs``.
+            NotExpressibleError: If the program has holes, or a saved list contains an object that is not part of the program.
 
         Example:
             >>> with model.trace("Hello", remote="program") as tracer:
@@ -207,7 +209,8 @@ class Program:
         if hasattr(model, "dispatch"):
             model.dispatch()
         check_parts(self._job, model)
-        bound = BoundProgram(self._job, model, inputs)
+        check_saves(self._job)
+        bound = BoundProgram(with_own_results(self._job), model, inputs)
         bound.make_inlinable()
         return bound
 

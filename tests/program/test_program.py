@@ -191,6 +191,43 @@ def test_a_program_that_looked_at_a_length_is_refused_on_another(model: Any, of:
     torch.testing.assert_close(program.run(model, SHORT)["found"], expected)
 
 
+def _assigned(part: Any) -> Any:
+    def of(hidden: torch.Tensor) -> torch.Tensor:
+        changed = hidden.clone()
+        part(changed, hidden)
+        return changed
+
+    return of
+
+
+@pytest.mark.parametrize("recorded", [1, 2])
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda h: h[:1, :3],
+        lambda h: h[0:1, None, ..., 0:2],
+        lambda h: h[:, :3, [0, 2]],
+        _assigned(lambda new, h: new.__setitem__(slice(1), 0.0)),
+        _assigned(lambda new, h: new.__setitem__((slice(1), slice(0, 3)), h[0, 0])),
+        _assigned(lambda new, h: new.__setitem__(slice(None), h.mean(1, keepdim=True))),
+        _assigned(lambda new, h: new.__setitem__(..., h[:, :1])),
+        _assigned(lambda new, h: new.__setitem__((slice(None), 0), h[None, :, 0])),
+        _assigned(lambda new, h: new.__setitem__((slice(None), [0, 2]), h[:, :1])),
+        _assigned(lambda new, h: new.__setitem__((slice(None), [0, 2]), h[None, :, :1])),
+        _assigned(lambda new, h: new.__setitem__(h[..., 0] > 0, h[0, :1, 0])),
+    ],
+)
+def test_indices_of_a_program_do_not_depend_on_the_recorded_sizes(of: Any, recorded: int) -> None:
+    """torch drops a slice such as `:3` of three entries, and gives an assigned value the sizes of the part."""
+    net = nn.Sequential(nn.Linear(4, 4))
+    model = NNsight(net)
+    with model.trace(torch.randn(recorded, 3, 4), remote="program") as tracer:
+        found = of(model[0].output).save()
+    for sizes in ((1, 3, 4), (2, 3, 4), (3, 5, 4)):
+        x = torch.randn(sizes)
+        torch.testing.assert_close(tracer.program.run(model, x)["found"], of(net(x)))
+
+
 def test_sizes_of_a_program_survive_its_file_and_those_of_a_job_are_not_sent(model: Any, tmp_path: Path) -> None:
     program, _ = on_any_length(model, lambda h: h.sum(1) / h.shape[1], SHORT)
     program.save(tmp_path / "program.safetensors")
@@ -324,3 +361,17 @@ def test_a_list_of_another_length_is_refused(tmp_path: Path) -> None:
     assert other.program.run(model, torch.ones(3, 4))["whole"].shape == (3, 4)
     with pytest.raises(NameError):
         print(total, whole)
+
+
+def test_results_with_several_tensors_and_a_stop_as_python(tmp_path: Path) -> None:
+    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    model = NNsight(net)
+    with model.trace(x, remote="program") as tracer:
+        most = model[0].output.max(-1).save()
+        applied = model[1](model[0].output).save()
+        tracer.stop()
+    path = tmp_path / "program.py"
+    path.write_text(tracer.program.to_python())
+    found = runpy.run_path(str(path))["program"](model, x)
+    hidden = net[0](x)
+    torch.testing.assert_close(found, {"most": tuple(hidden.max(-1)), "applied": net[1](hidden)})

@@ -250,3 +250,68 @@ def test_an_edit_before_the_end_of_a_run_is_made() -> None:
             model[0].input[:, 0] = 5.0
             tracer.stop()
         assert x[:, 0].tolist() == [5.0, 5.0, 5.0]
+
+
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("how", [{"program": True}, {"remote": "local"}])
+def test_weights_and_tensors_from_outside_are_saved(how: Any, stops: bool) -> None:
+    net, x, vector = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net)
+    with model.trace(x, **how) as tracer:
+        weight = model[0].weight.save()
+        kept = vector.save()
+        both = [vector, vector + 1.0, model[1].bias].save()
+        hidden = model[1].output.save()
+        if stops:
+            tracer.stop()
+    assert kept is vector and both[0] is vector
+    values = {"weight": net[0].weight, "kept": vector, "both": [vector, vector + 1.0, net[1].bias], "hidden": net[1](net[0](x))}
+    torch.testing.assert_close({"weight": weight, "kept": kept, "both": both, "hidden": hidden}, values)
+    for compile in (False, {"backend": "eager"}):
+        bound = tracer.program.bind(NNsight(net, compile=compile), inputs=["vector"])
+        other = torch.randn(6)
+        for _ in range(2):
+            torch.testing.assert_close(bound(x), {**values, "vector": vector})  # `vector` is another name of the saved object
+            changed = {"vector": other, "kept": other, "both": [other, other + 1.0, net[1].bias]}
+            torch.testing.assert_close(bound(x, vector=other), {**values, **changed})
+
+
+def test_shapes_are_saved_and_read_after_a_recorded_trace() -> None:
+    model, shapes = NNsight(stack()), []
+    with model.trace(torch.randn(3, 6), program=True):
+        shape = nnsight.save(model[1].output.shape)
+        shapes.append(model[2].output.shape)
+    assert shape == (3, 6) and shapes[0] == (3, 6) and shapes[0].numel() == 18
+
+
+@pytest.mark.parametrize("how", [{"program": True}, {"remote": "local"}])
+def test_a_saved_result_with_fields_keeps_them(how: Any) -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model = NNsight(net)
+    with model.trace(x, **how):
+        most = model[1].output.max(-1).save()
+    torch.testing.assert_close(most.values, net[1](net[0](x)).max(-1).values)
+
+
+def test_an_edit_of_a_result_does_not_change_the_program() -> None:
+    net, x, vector = stack(), torch.randn(3, 6), torch.arange(6.0)
+    model = NNsight(net)
+    with model.trace(x, remote="program") as tracer:
+        kept, part, out = vector.save(), vector.view(2, 3)[:1].save(), (model[3].output + vector).save()
+    for compile in (False, {"backend": "eager"}):
+        bound = tracer.program.bind(NNsight(net, compile=compile))
+        for _ in range(3):
+            found = bound(x)
+            torch.testing.assert_close(found["kept"], torch.arange(6.0))
+            torch.testing.assert_close(found["part"], torch.arange(3.0)[None])
+            for value in found.values():
+                value.detach().add_(100.0)
+
+
+def test_an_object_in_a_saved_list_is_refused_by_bind() -> None:
+    model = NNsight(stack())
+    with model.trace(torch.randn(3, 6), program=True) as tracer:
+        both = nnsight.save([model[1].output, object()])
+    assert len(both) == 2
+    with pytest.raises(NotExpressibleError, match="`both` contains a object, which a program cannot contain"):
+        tracer.program.bind(model)

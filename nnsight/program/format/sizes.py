@@ -38,11 +38,12 @@ class Shape(tuple[int, ...]):
     """
 
     _note: Callable[[int], int | None]
+    _read: dict[int, int]
 
     def __new__(cls, sizes: torch.Size, note: Callable[[int], int | None]) -> Shape:
         """Return the shape ``sizes``. ``note(dim)`` is called for each dimension that is read, and returns the size if it was unknown."""
         made = super().__new__(cls, sizes)
-        made._note = note
+        made._note, made._read = note, {}
         return made
 
     def all(self) -> torch.Size:
@@ -56,8 +57,10 @@ class Shape(tuple[int, ...]):
     def __getitem__(self, index: Any) -> Any:
         found = range(len(self))[index]
         if isinstance(found, int):
-            size = self._note(found)
-            return super().__getitem__(found) if size is None else size
+            if found not in self._read:
+                size = self._note(found)
+                self._read[found] = super().__getitem__(found) if size is None else size
+            return self._read[found]
         return tuple(self[dim] for dim in found)
 
     def __iter__(self) -> Iterator[int]:

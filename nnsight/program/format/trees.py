@@ -169,7 +169,7 @@ def leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
 def read_tree(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
     """Return the value of a checked tree, or of a plain list of trees. ``leaf(kind, content)`` returns the values that are not plain data.
 
-    Items of lists and tuples are left out if ``leaf`` returns :data:`ABSENT` for them.
+    Items of lists, tuples and dicts are left out if ``leaf`` returns :data:`ABSENT` for them.
     """
     if type(tree) is list:
         return [read_tree(item, leaf) for item in tree]
@@ -183,7 +183,7 @@ def read_tree(tree: Tree, leaf: Callable[[str, Any], Any]) -> Any:
             values = [value for item in content if (value := read_tree(item, leaf)) is not ABSENT]
             return values if kind == "list" else tuple(values)
         case "dict":
-            return {key: read_tree(item, leaf) for key, item in content}
+            return {key: value for key, item in content if (value := read_tree(item, leaf)) is not ABSENT}
         case "float":
             return FLOATS[content]
         case "dtype":

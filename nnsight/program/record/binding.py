@@ -93,6 +93,8 @@ class Recorded:
         elif isinstance(value, tuple):
             items = [new for item in value if (new := self._filled(item)) is not ABSENT]
             if any(new is not old for new, old in zip(items, value, strict=False)) or len(items) != len(value):
+                if hasattr(value, "n_sequence_fields") and len(items) == len(value):  # such as the result of `hidden.max(-1)`
+                    return type(value)(items)
                 return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
         elif isinstance(value, Cache):
             for entry in value._entries.values():

@@ -15,6 +15,7 @@ from ...runtime.mediator import Mediator
 from ...runtime.rows.fakes import Guesses
 from ...tracing.errors import user_position_now, user_position_of
 from ..format.operators import NAMES, is_composite
+from .indexing import Assignments
 from .refusals import LIBRARIES, position_of_block
 
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 #: Number of the block of observers, such as caches, during the recording of a run. It becomes the last block.
 OBSERVERS = 10**9
-
 
 class PreparedRun(_OutsideFakeMode):
     """Wraps a model: its inputs are prepared outside of the modes of the recording, and its `_call_on` is kept."""
@@ -117,6 +117,7 @@ class OperatorMode(Guesses):
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
+        self._assignments = Assignments(recorder)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._recorder.listens:
@@ -127,4 +128,6 @@ class OperatorMode(Guesses):
         if (operator not in NAMES or may_be_view) and is_composite(operator):
             with self:
                 return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **(kwargs or {}))
+        if self._recorder._called[0] == "__setitem__":
+            return self._assignments.operator(operator, args, kwargs or {})
         return self._recorder.operator(operator, args, kwargs or {})

@@ -23,6 +23,7 @@ from ..format.operators import NAMES, is_in_place, is_view
 from ..format.sizes import SIZE_METHODS, Shape, plain
 from ..run.fake_runs import FakeModel
 from .demands import NEEDS_VALUES, VALUES, Cuts, NoOperatorError
+from .indexing import with_bounds
 from .inputs import edited_by
 from .memory import OwnTensors, share_memory, stretch
 from .printing import Prints
@@ -289,6 +290,8 @@ class NodeRecorder(SizeReads):
             raise refused("`out=` cannot be sent: use the result.")
         try:
             with torch._C._AutoDispatchBelowAutograd():  # the autograd layer would decompose composite operators
+                if name in ("__getitem__", "__setitem__") and self._for_other_inputs:
+                    args = (*with_bounds(*args[:2]), *args[2:])
                 return function(*args, **kwargs)
         except NEEDS_VALUES as error:
             return self.cuts.recover(name, function, args, kwargs, error)

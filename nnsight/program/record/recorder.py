@@ -12,8 +12,6 @@ also becomes a ``write``. The rows of an invoke are selected by ordinary operato
 from __future__ import annotations
 
 import contextlib
-import functools
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ...modeling.generation import Generation
-from ...runtime.batched_containers import is_batched_container
 from ...runtime.interleaver import Interleaver
 from ...runtime.report import Report
 from ...runtime.rows.fakes import quiet_fakes
@@ -47,6 +44,7 @@ from .printing import captured_output
 from .pruning import pruned
 from .recorded_calls import NodeRecorder
 from .refusals import WITHOUT_SIZE, refused
+from .saved_values import saved_trees
 from .size_reads import unseen
 from .visits import Visit
 
@@ -222,8 +220,8 @@ class Recorder(NodeRecorder):
         self.prints.check()
         self._finish_inputs()
         self.cuts.check()
-        trees = {name: write_tree(value, functools.partial(self._saved, name)) for name, value in values.items()}
         cuts = self.cuts
+        trees = saved_trees(self, values)
         job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors, cuts.forced, cuts.printed)
         self.seeded(job)
         known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
@@ -252,42 +250,6 @@ class Recorder(NodeRecorder):
         used = tracer.module_globals
         names = {name: used[name] for name in tracer.info.looked_up if name in used}
         return {**names, **dict(tracer.scope.items())}
-
-    def _saved(self, name: str, value: Any, in_cache: bool = False) -> Any:
-        """Return the tree of a part of a saved value that is not plain data."""
-        if isinstance(value, torch.Tensor):
-            if id(value) in self.model.weights:
-                with self.turn_of(len(self._blocks)):  # the last block of the run: no block has used this weight so far
-                    fake = self.substitute(value)
-                self._refs[value] = self._refs[fake]
-                return {"ref": list(self._refs[fake])}
-            if not isinstance(value, FakeTensor) or id(value) in self._of_other_jobs:
-                return {"absent": "Tensor"}  # the client has it, or another job returns it
-            ref = self._refs.get(value)
-            if ref is None:
-                raise NotExpressibleError(
-                    f"`{name}` holds a tensor that the block did not get at a location of the model. Save values that were read at a "
-                    "location, and values computed from them."
-                )
-            self._check_fresh(value)
-            return {"ref": list(ref)}
-        if hasattr(value, "_entries") and hasattr(value, "observe"):  # a cache of activations
-            entries = value._entries.items()
-            kept = {path: {kind: found for kind, found in entry._values.items() if found} for path, entry in entries}
-            kept = {path: kinds for path, kinds in kept.items() if kinds}
-            return write_tree(kept, lambda leaf: self._saved(name, leaf, in_cache=True))
-        if is_batched_container(value):
-            if in_cache:  # key-value caches are not sent
-                return {"absent": type(value).__name__[:100]}
-            return {"list": [write_tree(item, lambda leaf: self._saved(name, leaf)) for item in tensors_at(value)]}
-        is_object = hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType))
-        held = value if isinstance(value, (set, frozenset)) else vars(value).values() if is_object else ()
-        if any(isinstance(item, FakeTensor) for item in pytree.tree_leaves(list(held))):
-            raise NotExpressibleError(
-                f"`{name}` holds a {type(value).__name__} that contains tensors, which cannot be sent. "
-                "Save the tensors in lists, tuples or dicts."
-            )
-        return {"absent": type(value).__name__[:100]}
 
     # -- events of a run -------------------------------------------------------------------------------------------
 

@@ -43,8 +43,8 @@ class SizeReads(TorchFunctionMode):
     emit: Callable[..., int]
     paused: Callable[[], Any]
     _called: tuple[str, list[Any]]
-    _paused: bool
-    _for_other_inputs: bool
+    _paused = False
+    _for_other_inputs = False  # the value for a size that the user reads after the recording, which nothing depends on
     _looked: set[tuple[int, int, int]]
     _refs: Any
     _unknown: Any

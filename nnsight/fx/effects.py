@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -30,9 +30,7 @@ class Kind(Enum):
     NEW = 4  #: It returns new memory.
 
 
-_ARITHMETIC = (
-    "add sub mul truediv floordiv mod pow neg abs matmul invert and_ or_ xor lshift rshift eq ne lt le gt ge"
-).split()
+_ARITHMETIC = "add sub mul truediv floordiv mod pow neg abs matmul invert and_ or_ xor lshift rshift eq ne lt le gt ge".split()
 
 _NUMBERS = (bool, int, float, torch.SymBool, torch.SymInt, torch.SymFloat, torch.Size)
 
@@ -102,6 +100,15 @@ _SWITCHES: dict[str, tuple[Any, ...]] = {
     "running_var": (None,),
 }
 
+#: Names of random functions. Once one is recorded, or the model has drawn numbers, all later ones are recorded, so that they draw in order.
+RANDOM = frozenset(
+    "rand randn randint randperm normal normal_ bernoulli bernoulli_ multinomial poisson uniform_ exponential_ geometric_ "
+    "cauchy_ log_normal_ random_ dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
+    "feature_dropout rrelu gumbel_softmax scaled_dot_product_attention randn_like rand_like randint_like binomial _standard_gamma "
+    "_sample_dirichlet rrelu_ alpha_dropout_ feature_alpha_dropout_ kaiming_uniform_ kaiming_normal_ multi_head_attention_forward "
+    "fractional_max_pool2d fractional_max_pool3d svd_lowrank pca_lowrank".split()
+)
+
 #: Random functions that draw nothing if one argument has a certain value: the argument's position, name and default, and that value.
 _NOT_RANDOM: dict[str, tuple[int, str, Any, Any]] = {
     "dropout": (2, "training", True, False),
@@ -162,9 +169,9 @@ def _is_no_integer(value: Any) -> bool:
     return isinstance(value, (float, complex, torch.SymFloat))
 
 
-def may_draw(node: torch.fx.Node, names: Collection[str]) -> bool:
-    """Whether the call at ``node`` may draw random numbers; ``names`` are those of random functions."""
-    return (kind_of(node) is Kind.RANDOM or name_of(node) in names) and not _draws_nothing(node)
+def may_draw(node: torch.fx.Node) -> bool:
+    """Whether the call at ``node`` may draw random numbers."""
+    return (kind_of(node) is Kind.RANDOM or name_of(node) in RANDOM) and not _draws_nothing(node)
 
 
 def _draws_nothing(node: torch.fx.Node) -> bool:

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from ...runtime.report import Break
 from ..block_events import State
 from ..effects import Memory, all_edited, edits_of_inputs, may_draw
-from ..recording.functions import RANDOM
 from .nested import unnest
 from .structures import parse_structure
 from .taps import OPAQUE_MARK, Opaque, tap
@@ -233,7 +232,7 @@ class CapturedGraph:
     @cached_property
     def _draws(self) -> list[int]:
         """Numbers of the nodes that may draw random numbers."""
-        return [number for number, node in enumerate(self.nodes) if may_draw(node, RANDOM)]
+        return [number for number, node in enumerate(self.nodes) if may_draw(node)]
 
     def draws_between(self, start: int, stop: int) -> bool:
         """Whether a node from number ``start`` up to ``stop`` may draw random numbers."""

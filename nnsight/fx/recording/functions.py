@@ -14,6 +14,8 @@ import torch
 from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 
+from ..effects import RANDOM
+
 #: Getters that the fake tensor answers; tensors have `names` up to torch 2.12.
 METADATA = frozenset(
     getattr(torch.Tensor, name).__get__
@@ -55,15 +57,6 @@ DRAWN_LIKE = frozenset({torch.randn_like, torch.rand_like, torch.randint_like})
 
 #: Functions for which :meth:`CallRecorder.call` first looks for an answer without an event.
 SPECIAL = frozenset({*METADATA, *ABOUT_GRADIENTS, *CARRIED, *READ_AS, *DRAWN_LIKE, torch.Tensor.__iter__})
-
-#: Random functions. Once one is recorded, or the model has drawn numbers, all later ones are recorded, so that they draw in order.
-RANDOM = frozenset(
-    "rand randn randint randperm normal normal_ bernoulli bernoulli_ multinomial poisson uniform_ exponential_ geometric_ "
-    "cauchy_ log_normal_ random_ dropout dropout_ dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout "
-    "feature_dropout rrelu gumbel_softmax scaled_dot_product_attention randn_like rand_like randint_like binomial _standard_gamma "
-    "_sample_dirichlet rrelu_ alpha_dropout_ feature_alpha_dropout_ kaiming_uniform_ kaiming_normal_ multi_head_attention_forward "
-    "fractional_max_pool2d fractional_max_pool3d svd_lowrank pca_lowrank".split()
-)
 
 #: Functions in which a scalar tensor in place of a Python float gives the same result, bit for bit. Their floats are inputs of the graph
 #: from the first run on, so that a run with another float has the same program.

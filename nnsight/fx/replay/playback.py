@@ -23,9 +23,10 @@ from ...runtime import gradients
 from ...runtime.report import Report
 from ...tracing.saving import saves
 from ..block_events import Call, State
+from ..effects import RANDOM
 from ..lowering.variant import Variant
 from ..recording.execution import refuse_edited
-from ..recording.functions import DRAWN_LIKE, RANDOM, edits_in_place
+from ..recording.functions import DRAWN_LIKE, edits_in_place
 from ..recording.journal import Journal
 from ..show.explaining import RanPiece
 from ..show.stages import run_lowered

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...fx.recording.functions import DEMANDS, DRAWN_LIKE, METADATA, RANDOM, READ_AS, edits_in_place, is_numpy_scalar
+from ...fx.effects import RANDOM
+from ...fx.recording.functions import DEMANDS, DRAWN_LIKE, METADATA, READ_AS, edits_in_place, is_numpy_scalar
 from ...modeling.scanning import fake_mode
 from ...runtime.rows.fakes import result_of_size
 from ..format.errors import NotExpressibleError

@@ -55,8 +55,7 @@ class NodeRecorder(SizeReads):
         tensors: Inputs of the model, and the blocks' own tensors that became constants, by name.
         block: Number of the block whose turn it is, or ``None``.
         model: The model with fake tensors, from the first run on.
-        gradients: Records backward passes.
-        prints: Records prints.
+        gradients, prints: Record backward passes and prints.
         cuts: Gets the values that blocks need.
         moves: Number of times that a visit began or ended. In between, the model may change values.
     """

@@ -31,7 +31,7 @@ def saved_trees(recorder: Recorder, values: dict[str, Any]) -> dict[str, Any]:
         NotExpressibleError: If a value contains tensors that are not values of the program, or in an object that a program cannot contain.
     """
     with _last_turn(recorder):
-        return {name: write_tree(value, functools.partial(_saved, recorder, name)) for name, value in values.items()}
+        return {name: write_tree(value, functools.partial(saved_leaf, recorder, name)) for name, value in values.items()}
 
 
 @contextlib.contextmanager
@@ -48,7 +48,7 @@ def _last_turn(recorder: Recorder) -> Iterator[None]:
         nodes.append(stop)
 
 
-def _saved(recorder: Recorder, name: str, value: Any, in_cache: bool = False) -> Any:
+def saved_leaf(recorder: Recorder, name: str, value: Any, in_cache: bool = False) -> Any:
     """Return the tree of a part of a saved value that is not plain data."""
     if isinstance(value, torch.Tensor):
         return _saved_tensor(recorder, name, value)
@@ -56,11 +56,11 @@ def _saved(recorder: Recorder, name: str, value: Any, in_cache: bool = False) ->
         entries = value._entries.items()
         kept = {path: {kind: found for kind, found in entry._values.items() if found} for path, entry in entries}
         kept = {path: kinds for path, kinds in kept.items() if kinds}
-        return write_tree(kept, lambda leaf: _saved(recorder, name, leaf, in_cache=True))
+        return write_tree(kept, lambda leaf: saved_leaf(recorder, name, leaf, in_cache=True))
     if is_batched_container(value):
         if in_cache:  # key-value caches are not sent
             return {"absent": NONE}
-        return {"list": [write_tree(item, lambda leaf: _saved(recorder, name, leaf)) for item in tensors_at(value)]}
+        return {"list": [write_tree(item, lambda leaf: saved_leaf(recorder, name, leaf)) for item in tensors_at(value)]}
     is_object = hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType))
     held = value if isinstance(value, (set, frozenset)) else vars(value).values() if is_object else ()
     if any(isinstance(item, FakeTensor) for item in pytree.tree_leaves(list(held))):

@@ -17,7 +17,6 @@ import torch
 from transformers import GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
-from ...modeling.generation import Streamer
 from ...runtime.rows.batching import BatchGroup, View
 
 #: Locations whose value is the result of a generation.
@@ -56,8 +55,8 @@ def ends_of(module: torch.nn.Module, kwargs: dict[str, Any]) -> list[int]:
     return [] if found is None else found if isinstance(found, list) else [found]
 
 
-class Tokens(Streamer):
-    """Offers the tokens of a batch to the blocks when they arrive, and counts them. ``ends`` are the ids that end a sequence.
+class Tokens:
+    """A streamer for ``generate`` that counts the tokens of a batch. ``ends`` are the ids that end a sequence.
 
     Attributes:
         made: Number of tokens that each row has so far, including padding.
@@ -70,14 +69,16 @@ class Tokens(Streamer):
         self.length: torch.Tensor | None = None
 
     def put(self, value: torch.Tensor) -> None:
-        """Offer the ids of a step. The ids of the first call are the prompts."""
-        super().put(value)
+        """Count the ids of a step. The ids of the first call are the prompts."""
         if self.length is None:
             self.length = torch.zeros(len(value), dtype=torch.int64, device="cpu")
             return
         self.made += 1
         ended = torch.isin(value.cpu(), self._ends) & (self.length == 0)
         self.length[ended] = self.made
+
+    def end(self) -> None:
+        """Do nothing: ``generate`` calls this at the end."""
 
     def made_for(self, group: BatchGroup) -> int:
         """Return the number of tokens that a generation of these rows alone would have made by now."""

@@ -34,6 +34,7 @@ from ...program.record.printing import captured_output
 from ...program.record.pruning import pruned
 from ...program.record.recorder import Recorder
 from ...program.record.refusals import refused
+from ...program.record.saved_values import saved_leaf
 from ...runtime.rows.fakes import quiet_fakes
 from ...tracing import Block, Scope
 from ..steering.graph_parts import GraphPart
@@ -205,7 +206,7 @@ def _record(
             recorder.runs, recorder.nodes = recorder.with_blocks()
             recorder._finish_inputs()
             added = {name: made[len(used[name]) :] for name, made in variables.items() if type(made) is list}
-            trees = {name: write_tree(made, functools.partial(recorder._saved, name)) for name, made in added.items() if made}
+            trees = {name: write_tree(made, functools.partial(saved_leaf, recorder, name)) for name, made in added.items() if made}
             job, numbers = pruned(recorder.runs, recorder.nodes, recorder._roots, trees, recorder.tensors)
             fixed = set(recorder.fixed)
             places = {id(fake): (fake, f"v{numbers[node]}", output) for fake, (node, output) in recorder._refs.items() if node in numbers}

@@ -179,7 +179,7 @@ class Streamer:
     def put(self, value: torch.Tensor) -> None:
         run = active_interleaver()
         if run is not None:
-            run.handle(Generation.surplus, value)
+            value = run.handle(Generation.surplus, value)
         if self._given is not None:
             self._given.put(value)
 

@@ -125,8 +125,9 @@ def kind_of(model: NNsight, payload: bytes, limits: Limits | None = None) -> Has
         return None  # random numbers of a job would depend on the other jobs
     if run["call"] == "generate":
         check_call(model, run, limits or Limits())
-        # In a group, the result may be longer than the generation of this job, so it cannot be replaced.
-        replaces = any(node["do"] == "write" and node["site"] in RETURNED for node in job.nodes)
+        # In a group, the result may be longer than the generation of this job, so it cannot be replaced. The streamed ids count its tokens.
+        fixed = {*RETURNED, Generation.surplus}
+        replaces = any(node["do"] == "write" and node["site"] in fixed for node in job.nodes)
         if replaces or not joins(model._module, _options(job)):
             return None
     masks = [

@@ -227,6 +227,11 @@ def test_which_generations_run_alone(model: Any) -> None:
         made = tracer.result.save()
     del made
     assert kind_of(model, catch.payload) is None
+    with model.generate(ids(model, 1), backend=catch, max_new_tokens=2) as tracer:
+        model.generator.streamer.output[:] = 1
+        made = tracer.result.save()
+    del made
+    assert kind_of(model, catch.payload) is None
     bad = decode(generating(model, 1))
     bad.runs[0]["kwargs"]["dict"].append(["temperature", {"str": "high"}])
     with pytest.raises(InvalidProgramError, match="temperature"):

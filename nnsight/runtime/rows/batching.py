@@ -8,12 +8,14 @@ the other invokes. All of this is done by ordinary tensor operations, which beco
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ..batched_containers import is_batched_container, on_tensors, write_back
@@ -82,7 +84,12 @@ class BatchGroup:
 
     def share_memory(self, tensor: torch.Tensor, rows: Rows) -> bool:
         """Whether all rows are in the same memory, as in ``x.expand(rows, -1)``: an edit of one in place would edit the others."""
-        return self.total > 1 and tensor.layout is torch.strided and tensor.stride(rows.dim) == 0
+        if self.total == 1 or tensor.layout is not torch.strided:
+            return False
+        # A recording must not take this look at the strides of a fake tensor for one of the block.
+        unseen = torch._C.DisableTorchFunction() if isinstance(tensor, FakeTensor) else contextlib.nullcontext()
+        with unseen:
+            return tensor.stride(rows.dim) == 0
 
     def put(self, location: str, tensor: torch.Tensor, rows: Rows, given: torch.Tensor, new: Any) -> torch.Tensor:
         """Return a copy of ``tensor`` with ``new`` in place of ``given``, the rows of this group.

@@ -242,6 +242,15 @@ def test_sizes_of_a_program_survive_its_file_and_those_of_a_job_are_not_sent(mod
     assert nodes and not any(node["do"] == "size" for node in nodes)  # it has its input along
 
 
+def test_a_program_of_several_invokes_depends_on_the_number_of_rows_only(model: Any) -> None:
+    with model.trace(remote="program") as tracer:
+        for number, prompt in enumerate((SHORT, PROMPT, SHORT)):
+            with tracer.invoke(prompt):
+                model.transformer.h[1].output[:, -1, number] += 4.0
+                logits = model.lm_head.output[:, -1].save()
+    assert {node["dim"] for node in tracer.program._job.nodes if node["do"] == "size"} == {0}
+
+
 def test_a_generation_that_ends_early_is_refused_where_the_block_looked_at_its_length(model: Any) -> None:
     with model.generate(PROMPT, max_new_tokens=4):
         ids = model.generator.output.save()

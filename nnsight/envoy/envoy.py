@@ -408,7 +408,7 @@ class Envoy(Located):
                 known = {below._module: below for below in Envoy.modules(envoy)}
                 envoy._mirror(known, tree.version)
                 for module in known.keys() - tree.paths.keys():
-                    known[module].__dict__["_tree_of_root"] = lambda: None, tree._traced_call
+                    known[module].__dict__["_tree_of_root"] = lambda: None, tree._traced_call  # as if the root were gone
 
     def _update(self, module: torch.nn.Module) -> None:
         """Replace the mirrored module by ``module``. This envoy and the envoys below it stay, and find their new modules by name.

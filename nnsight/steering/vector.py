@@ -144,8 +144,10 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         if not chosen:
             raise ValueError("layers=[] steers nothing: name at least one layer.")
         stacked = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
-        directions = stacked.to(device_of(model, (paths := self._paths(model, chosen))[0]))
-        limits, which = (_number(low), _number(high)), slice(None) if positions is None else positions
+        paths = self._paths(model, chosen)
+        directions = stacked.to(device_of(model, paths[0]))
+        limits = _number(low), _number(high)
+        which = slice(None) if positions is None else positions
         if steps is None and not callable(scale):
             return _edited(model, paths, directions, _number(scale), mode, limits, match_norm, which)
         with model.edit() as (tracer, steered):

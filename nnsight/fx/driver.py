@@ -195,8 +195,10 @@ class CompiledDriver:
         captures, call_compiled = self._captures, self._call_compiled
         if call_compiled is not None and captures.suffice and function is self._function and is_outermost() and not _given_up.get():
             captures.note_start()
-            with contextlib.suppress(NotCompiled):
+            try:
                 return call_compiled(self.tree.root, args, kwargs)
+            except NotCompiled:  # `suppress` would make another exception group of one that the model raises
+                pass
         why = why_python(self.fullgraph)
         if why:
             self._note_uncompiled(why, "Other calls run compiled.")

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..tracing import Backend, Block, Scope, Tracer
 from ..tracing.excerpt import Excerpt
+from ..tracing.frames import variables_of
 from .controls import RunControls
 
 
@@ -90,6 +91,6 @@ class EditingTracer(RunControls, Tracer):
         """
         assert self.info is not None and self._frame is not None
         given = self.module_globals
-        if self._frame.f_locals is not self._frame.f_globals:
+        if variables_of(self._frame) is not self._frame.f_globals:
             return given
         return {name: value for name, value in given.items() if name == "__builtins__" or name in self.info.looked_up}

@@ -6,7 +6,6 @@ join the run, each on the rows of its own input, and their inputs are joined to 
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -288,9 +287,11 @@ class InterleavingTracer(RunControls, Tracer):
             open_mentioned(self._model._tree.open_mentioned, edit.block, edit.scope, edit.module_globals)
 
     def _run(self, driver: Driver, interleaver: Interleaver, *arguments: Any) -> Any:
-        with contextlib.suppress(EarlyStopException):
+        try:
             return self._run_model(driver, interleaver, *arguments)
-        interleaver.finish()  # outside of the `with`, so that the stop is not the context of its errors
+        except EarlyStopException:  # `suppress` would make another exception group of one that the block raises
+            pass
+        interleaver.finish()  # outside of the clause, so that the stop is not the context of its errors
         raise EarlyStopException
 
     def _run_model(

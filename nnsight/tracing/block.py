@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import ast
 import copy
-import ctypes
 import dis
 import functools
-import inspect
 import linecache
-import sys
 import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,6 +26,7 @@ from typing import Any
 from .assertions import rewritten
 from .body import GRADIENT_NAME, RESULT_NAME, SAVE_NAME, Rewriter, refuse_jumps
 from .errors import BLOCK_NAME
+from .frames import forget_snapshot, is_function, variables_of
 from .loops import StepLoop, is_same_at_each_step, step_loop
 from .parsing import nested_code, parameters
 from .saving import save_method, saves
@@ -197,23 +195,23 @@ class Block:
                 if name not in scope.cells:
                     scope.cells[name] = types.CellType()
             return scope
-        cell, variables = types.CellType, frame.f_locals
+        cell, variables = types.CellType, variables_of(frame)
         cells = {name: cell(variables[name]) if name in variables else cell() for name in self.shared}
         scope = Scope(cells)
-        if _is_function(frame):
-            _forget_snapshot(frame, variables)
+        if is_function(frame):
+            forget_snapshot(frame, variables)
             return scope
         around: types.FrameType | None = frame
-        while around is not None and not _is_function(around):
-            # `f_locals` of a class body lacks the variables of the enclosing function, which is its caller.
+        while around is not None and not is_function(around):
+            # the variables of a class body lack those of the enclosing function, which is its caller
             wanted = set(around.f_code.co_freevars).intersection(cells) - dict(scope.items()).keys()
             around = around.f_back
             if not wanted or around is None:
                 break
-            variables = around.f_locals
+            variables = variables_of(around)
             for name in wanted.intersection(variables):
                 cells[name].cell_contents = variables[name]
-            _forget_snapshot(around, variables)
+            forget_snapshot(around, variables)
         return scope
 
     def bind(self, scope: Scope, tracer: Any, module_globals: dict[str, Any]) -> Callable[[], None]:
@@ -235,29 +233,13 @@ def called(value: Any) -> Any:
     return value() if callable(value) else value
 
 
-def _is_function(frame: types.FrameType) -> bool:
-    """Whether the frame belongs to a function, which does not keep its variables in a dictionary."""
-    return bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
-
-
 def _scope_of(frame: types.FrameType) -> Scope:
     """Return the scope of a block's frame."""
-    variables = frame.f_locals
+    variables = variables_of(frame)
     scope = variables[SCOPE_NAME]
-    _forget_snapshot(frame, variables)
+    forget_snapshot(frame, variables)
     return scope
 
-
-def _forget_snapshot(frame: types.FrameType, variables: Any) -> None:
-    """Clear the snapshot of the variables that a frame keeps before Python 3.13, once ``frame.f_locals`` is read.
-
-    Otherwise the snapshot keeps a tensor alive that the user deletes. The next read of ``f_locals`` fills it again.
-    """
-    if _HAS_SNAPSHOTS and _is_function(frame):
-        variables.clear()
-
-
-_HAS_SNAPSHOTS = sys.version_info < (3, 13)
 
 _blocks: dict[tuple[int, int], tuple[weakref.ref[types.CodeType], Block]] = {}
 
@@ -268,7 +250,7 @@ def block_at(frame: types.FrameType) -> Block:
     known = _blocks.get(key)
     if known is not None:
         return known[1]
-    block = compile_block(find_with(frame), _local_names(frame), _is_function(frame), frame.f_code.co_flags)
+    block = compile_block(find_with(frame), _local_names(frame), is_function(frame), frame.f_code.co_flags)
     forget = _blocks.pop  # bound now: at interpreter exit, module globals are gone before the last code objects
     reference = weakref.ref(frame.f_code, lambda _: forget(key, None))
     _blocks[key] = (reference, block)
@@ -346,9 +328,10 @@ def _local_names(frame: types.FrameType) -> set[str] | None:
     code = frame.f_code
     if code.co_name == BLOCK_NAME:
         return set(_scope_of(frame).cells)
-    if _is_function(frame):
+    if is_function(frame):
         return {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
-    return None if frame.f_locals is frame.f_globals else {*frame.f_locals, *code.co_freevars}
+    variables = variables_of(frame)
+    return None if variables is frame.f_globals else {*variables, *code.co_freevars}
 
 
 def _function_code(body: list[ast.stmt], free: list[str], site: WithSite, flags: int) -> types.CodeType:
@@ -371,20 +354,3 @@ def names_of(code: types.CodeType) -> tuple[set[str], set[str]]:
         )
         pending.extend(constant for constant in current.co_consts if isinstance(constant, types.CodeType))
     return stored, loaded
-
-
-#: Writes the snapshot ``frame.f_locals`` back to the frame, before Python 3.13.
-_LOCALS_TO_FAST: Any = None
-if sys.version_info < (3, 13):
-    _LOCALS_TO_FAST = ctypes.pythonapi.PyFrame_LocalsToFast
-    _LOCALS_TO_FAST.argtypes, _LOCALS_TO_FAST.restype = [ctypes.py_object, ctypes.c_int], None
-
-
-def write_back(frame: types.FrameType, values: dict[str, Any]) -> None:
-    """Bind ``values`` as variables of ``frame``."""
-    variables = frame.f_locals
-    variables.update(values)
-    if _HAS_SNAPSHOTS and _is_function(frame):
-        if values:
-            _LOCALS_TO_FAST(frame, 0)
-        variables.clear()  # even without values: the trace function that skips the body causes a snapshot

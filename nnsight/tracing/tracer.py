@@ -19,8 +19,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .backend import LOCAL, Backend
-from .block import Block, Scope, block_at, write_back
+from .block import Block, Scope, block_at
 from .errors import BLOCK_NAME, WithBlockNotFoundError, ignore_new_frames, is_internal, show_only_users_frames
+from .frames import write_back
 from .saving import mount, save, saves
 from .source import body_lines
 

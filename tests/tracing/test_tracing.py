@@ -303,6 +303,35 @@ def test_module_level_and_class_bodies(tmp_path: Path) -> None:
     assert module.tracer.report.mode == "eager"
 
 
+COMPREHENSIONS_TEXT = """
+import torch
+from nnsight import NNsight
+
+model = NNsight(torch.nn.Sequential(torch.nn.Identity()))
+found = []
+for step in range(3):
+    with model.trace(torch.ones(1)) as tracer:
+        value = (model[0].output * step).save()
+    found.append((value.item(), tracer.report.mode, step))
+
+class Body:
+    found = []
+    for step in range(3):
+        with model.trace(torch.ones(1)) as tracer:
+            value = (model[0].output * step).save()
+        found.append((value.item(), tracer.report.mode, step))
+    ignored = [value for value in (8, 9)], [step for step in (8, 9)], [tracer for tracer in (8, 9)]
+
+ignored = [value for value in (8, 9)], [step for step in (8, 9)], [tracer for tracer in (8, 9)]
+"""
+
+
+def test_variables_with_the_names_of_loop_variables_of_comprehensions(tmp_path: Path) -> None:
+    """On Python 3.12, such loop variables are variables of the module, or of the class body."""
+    module = load(tmp_path / "script.py", COMPREHENSIONS_TEXT)
+    assert module.found == module.Body.found == [(0.0, "eager", 0), (1.0, "eager", 1), (2.0, "eager", 2)]
+
+
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 

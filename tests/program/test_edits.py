@@ -406,11 +406,15 @@ def _dropped(model: Any) -> None:
     model[1].output = torch.nn.functional.dropout(model[1].output)
 
 
+def _dropped_on_gpus(model: Any) -> None:
+    model[1].output = torch.native_dropout(model[1].output, 0.5, True)[0]  # the operator of `dropout` on CUDA
+
+
 def _outside(model: Any) -> None:
     model[1].output = model[1].output + torch.randn(3, 6)
 
 
-@pytest.mark.parametrize("edit", [_noise, _integers, _in_memory, _dropped, _outside])
+@pytest.mark.parametrize("edit", [_noise, _integers, _in_memory, _dropped, _dropped_on_gpus, _outside])
 @pytest.mark.filterwarnings("ignore:The edits of this compiled model run as Python")
 def test_each_call_draws_the_numbers_that_the_edits_draw_as_python(edit: Any) -> None:
     net, x = stack(), torch.randn(3, 6)

@@ -32,11 +32,12 @@ def drawing(model: Any, prompt: str = PROMPT, **where: Any) -> Any:
         hidden = model.transformer.h[0].output
         mask = torch.bernoulli(torch.full_like(hidden, 0.25)).save()
         dropped = nn.functional.dropout(hidden, 0.5).save()
+        fused = torch.native_dropout(hidden, 0.5, True)[0].save()  # the operator of `dropout` on CUDA
         noise = torch.empty_like(hidden).normal_(1.0, 2.0).save()
         picked = torch.multinomial(hidden[0].softmax(-1), 3).save()
         model.transformer.h[1].output[:] += 0.1 * noise
         logits = model.lm_head.output.save()
-    return hidden_of(model, prompt), mask, dropped, noise, picked, logits
+    return hidden_of(model, prompt), mask, dropped, fused, noise, picked, logits
 
 
 def hidden_of(model: Any, prompt: str) -> torch.Tensor:
@@ -76,10 +77,11 @@ def test_a_seed_before_the_trace_makes_it_repeatable(model: Any, draw: Any) -> N
 
 
 def test_what_is_drawn_is_what_the_functions_say(model: Any) -> None:
-    hidden, mask, dropped, noise, picked, _ = drawing(model, remote="local")
+    hidden, mask, *both, noise, picked, _ = drawing(model, remote="local")
     assert set(mask.unique().tolist()) == {0.0, 1.0} and mask.mean().item() == pytest.approx(0.25, abs=0.05)
-    torch.testing.assert_close(dropped, torch.where(dropped == 0, 0.0, 2 * hidden))
-    assert (dropped == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
+    for dropped in both:
+        torch.testing.assert_close(dropped, torch.where(dropped == 0, 0.0, 2 * hidden))
+        assert (dropped == 0).float().mean().item() == pytest.approx(0.5, abs=0.05)
     assert noise.mean().item() == pytest.approx(1.0, abs=0.2) and noise.std().item() == pytest.approx(2.0, abs=0.2)
     assert picked.shape == (hidden.shape[1], 3) and all(len(set(row)) == 3 for row in picked.tolist())
 

@@ -336,8 +336,7 @@ aten.empty.memory_format aten.empty_like.default aten.new_empty.default aten.emp
 aten.as_strided.default aten.as_strided_.default aten.as_strided_copy.default aten._reshape_alias.default aten.set_.source_Tensor
 aten.set_.source_Storage aten.resize_.default aten.resize_as_.default aten.from_file.default aten.rand.default aten.rand_like.default
 aten.randn.default aten.randint.low aten.randperm.default
-aten.dropout.default
-aten.native_dropout.default aten.combinations.default aten.nonzero_numpy.default aten._unique.default aten.histogramdd.default
+aten.dropout.default aten.combinations.default aten.nonzero_numpy.default aten._unique.default aten.histogramdd.default
 aten._local_scalar_dense.default aten.item.default aten.equal.default aten.add.out aten.mm.out
 aten.copy.out aten.add aten.add.default add torch.add aten.__class__.default aten.add.__class__ aten.add.Tensor.__call__ os.system
 builtins.eval.default prims.add.default prim.print.default aten.data.default aten.set_data.default aten.requires_grad_.default

@@ -119,7 +119,7 @@ _DRAWING = """
 bernoulli.default bernoulli.p multinomial.default poisson.default
 normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor
 bernoulli_.float bernoulli_.Tensor normal_.default uniform_.default exponential_.default cauchy_.default geometric_.default
-log_normal_.default random_.default random_.from random_.to
+log_normal_.default random_.default random_.from random_.to native_dropout.default
 """
 
 _VIEWS += _COMPOSITE_VIEWS

@@ -56,6 +56,12 @@ def has_active_dropout(modules: Iterable[torch.nn.Module]) -> bool:
     return any(isinstance(module, _DropoutNd) and module.training and module.p for module in modules)
 
 
+def dropout(value: torch.Tensor, probability: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the results of ``aten.native_dropout``, which takes no generator: the kept and scaled values, and where they are kept."""
+    kept = torch.empty_like(value).bernoulli_(1 - probability, generator=generator)
+    return value * kept / (1 - probability if probability < 1 else 1), kept.bool()
+
+
 def check_parameters(name: str, parameter: Any) -> None:
     """Raise a :class:`ValueError` unless the parameter of a random operator is in range. Some kernels do not check it."""
     if name not in _PARAMETERS or not isinstance(parameter, torch.Tensor) or isinstance(parameter, FakeTensor):
@@ -84,8 +90,7 @@ class Drawing(TorchDispatchMode):
         kwargs = kwargs or {}
         name = operator._schema.name.removeprefix("aten::")
         if name == "native_dropout" and args[2] is not False:
-            kept = torch.empty_like(args[0]).bernoulli_(1 - args[1], generator=self._generator)
-            return args[0] * kept / (1 - args[1] if args[1] < 1 else 1), kept.bool()
+            return dropout(args[0], args[1], self._generator)
         if name in ("rand_like", "randn_like"):
             made = torch.empty_like(args[0], **kwargs)
             return made.uniform_(generator=self._generator) if name == "rand_like" else made.normal_(generator=self._generator)

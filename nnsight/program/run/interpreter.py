@@ -35,7 +35,7 @@ from ..format.operators import DRAWING, OPERATORS
 from ..format.payload import Job, fact, inputs_of
 from ..format.sizes import division
 from ..format.trees import NONE, read_tree, references, with_references
-from .draws import check_parameters
+from .draws import check_parameters, dropout
 from .fake_runs import device_of
 from .indices import check_indices
 from .occurrences import leaf_at, tensors_at, with_leaf
@@ -263,14 +263,21 @@ class Interpreter:
         require(divided is None or divided[1] <= most, f"it has more results than the limit, {most}")
         if node["name"] in DRAWING:
             check_parameters(node["name"], args[1] if node["name"] == "aten.bernoulli_.Tensor" else args[0])
-            kwargs["generator"] = self.generator
         if iskeyword(operator._overloadname):  # the generated code of a graph cannot contain `random_.from`
             operator = operator.overloadpacket
-        result = operator(*args, **kwargs)
+        result = self._draw(operator, args, kwargs) if node["name"] in DRAWING else operator(*args, **kwargs)
         if node.get("copy"):
             result = pytree.tree_map(torch.clone, result)
         self.done(node, (args, kwargs), result)
         self._keep(number, tuple(result) if isinstance(result, (list, tuple)) else (result,))
+
+    def _draw(self, operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Call a random operator with the generator of this run."""
+        if operator is not torch.ops.aten.native_dropout.default:
+            return operator(*args, **kwargs, generator=self.generator)
+        if self.generator is None or args[2] is False:
+            return operator(*args, **kwargs)
+        return dropout(args[0], args[1], self.generator)
 
     @staticmethod
     def _compare(tensor: torch.Tensor, dim: int, size: int) -> None:

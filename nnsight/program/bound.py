@@ -44,30 +44,47 @@ class _BoundInterpreter(Interpreter):
 
 
 class Inputs:
-    """The tensors that a program uses: its named inputs, its constants, and weights of the model."""
+    """The tensors that a program uses: its named inputs, its constants, and weights of the model.
 
-    def __init__(self, job: Job, model: NNsight) -> None:
+    Args:
+        job: The program.
+        model: The model that the program is bound to.
+        given: Tensors of the user, by name, in place of tensors of the program.
+    """
+
+    def __init__(self, job: Job, model: NNsight, given: dict[str, torch.Tensor]) -> None:
         self._model = model
         self.names = sorted({node["tensor"] for node in job.nodes if node["do"] == "const"})
         self._weights = sorted({node["name"] for node in job.nodes if node["do"] == "weight"})
-        self.values = {name: job.tensors[name] for name in self.names}
+        self.values = {**{name: job.tensors[name] for name in self.names}, **given}
+        self._given = set(given)
         self.device = torch.device("cpu")
         self._placed: dict[str, torch.Tensor] | None = None
+        self._copied: list[tuple[torch.Tensor, int]] = []  # the values of which `_placed` has copies, each with its version
 
     def placed(self, anew: bool = False) -> dict[str, torch.Tensor]:
-        """Return the inputs and constants by name, on the device of the model. Only with ``anew`` is that device looked up again."""
-        if anew or self._placed is None:
-            self.device = device_of(self._model._module)
-            self._placed = None
-            placed = {name: value.to(self.device) for name, value in self.values.items()}
-            if any(placed[name] is not value for name, value in self.values.items()):
-                return placed  # not cached: a copy would miss later in-place edits of the value
-            self._placed = placed
+        """Return the inputs and constants by name, on the device of the model. Only with ``anew`` is that device looked up again.
+
+        A copy on the device is made again after an edit of the value in place. Vectors of the user are copied for each call, because an
+        edit through `.data` or NumPy cannot be seen, and so are tensors whose copy depends on the grad mode.
+        """
+        device = device_of(self._model._module) if anew else self.device
+        if self._placed is not None and device == self.device and all(value._version == version for value, version in self._copied):
+            return self._placed
+        self.device, self._placed = device, None
+        outside = {name: value for name, value in self.values.items() if value.device != device}
+        vectors = any(value.dim() > 0 and name in self._given for name, value in outside.items())
+        if vectors or any(value.requires_grad or value.is_inference() for value in outside.values()):
+            return {name: value.to(device) for name, value in self.values.items()}
+        with torch.inference_mode(False):
+            self._placed = {name: value.to(device) for name, value in self.values.items()}
+        self._copied = [(value, value._version) for value in outside.values()]
         return self._placed
 
     def put(self, name: str, value: Any) -> torch.Tensor:
         """Set the value of the input ``name`` for later calls, and return it as a tensor. Raises the errors of :meth:`checked`."""
         self.values[name], self._placed = self.checked(name, value), None
+        self._given.add(name)
         return self.values[name]
 
     def weights(self) -> list[torch.Tensor]:
@@ -85,7 +102,7 @@ class Inputs:
         """
         like = self.values[name]
         if type(value) in (int, float) and like.dim() == 0:
-            return torch.tensor(value, dtype=like.dtype, device="cpu")
+            return torch.full((), value, dtype=like.dtype, device=self.device)  # a copy from the CPU would wait for the GPU
         if isinstance(value, torch.Tensor) and value.dtype == like.dtype and value.dim() == like.dim():
             return value
         given = isinstance(value, torch.Tensor)
@@ -113,8 +130,7 @@ class BoundProgram:
         self._job, self._model, self._names = job, model, tuple(inputs)
         forward = inspect.signature(type(model._module).forward).parameters
         self._unnamed = frozenset(inputs_of(job).keys() - {*inputs, *forward})
-        self.inputs = Inputs(job, model)
-        self.inputs.values |= values or {}
+        self.inputs = Inputs(job, model, values or {})
         self._runs: KnownRuns | None = None  # effects of earlier runs on the compiled model
         kinds = {node["do"] for node in job.nodes}
         self._differentiates = "backward" in kinds
@@ -163,9 +179,11 @@ class BoundProgram:
     ) -> tuple[Any, dict[str, Any]]:
         """Run ``driver`` on prepared arguments. Return the output of the model (if ``returns``) and the saved values by name."""
         inputs = self.inputs
+        placed = inputs.placed(anew=self._runs is None)
+        given = {name: value.to(inputs.device) for name, value in given.items()}
         compiled = self._is_pure and getattr(driver, "replays", None) is not None
         if compiled and self._runs is not None:
-            tensors = [*({**inputs.placed(), **given} if given else inputs.placed()).values(), *inputs.weights()]
+            tensors = [*({**placed, **given} if given else placed).values(), *inputs.weights()]
             replayed = self._runs.replay(driver, tensors, (args, kwargs))
             if replayed is not None:
                 output, saved, self.report = replayed

@@ -77,6 +77,21 @@ def test_a_call_on_a_compiled_model_runs_the_lowered_graph_alone() -> None:
     assert (fx.counters.captures, fx.counters.recordings, fx.counters.compiles) == (0, 0, 0)
 
 
+def test_tensors_are_copied_to_the_device_of_the_model_when_they_change() -> None:
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    model = NNsight(net)
+    program = recorded(model, x, direction)
+    net.to("meta")
+    own = program.bind(model, inputs=["alpha"]).inputs
+    first = own.placed(anew=True)
+    assert {value.device.type for value in first.values()} == {"meta"} and own.placed() is first
+    own.values["direction"].add_(1.0)
+    assert own.placed()["direction"] is not first["direction"] and own.placed() is own.placed()
+    assert own.checked("alpha", 2.0).device.type == "meta"
+    own.put("direction", torch.randn(6))  # a tensor of the user, who may edit it through `.data`
+    assert own.placed()["direction"] is not own.placed()["direction"]
+
+
 def test_calls_on_inputs_are_part_of_the_graph() -> None:
     net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
     model = NNsight(net, compile={"backend": "aot_eager"})

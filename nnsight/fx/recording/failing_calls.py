@@ -111,26 +111,30 @@ def _is_inside(place: Any, whole: Any) -> bool:
 
 
 def error_on_values(event: Call, references: Sequence[Reference], fakes: Sequence[torch.Tensor]) -> tuple[bool, Exception | None]:
-    """Return whether a call could be tried on zeros, and the error that it raised, if any."""
-    if not _can_be_tried(fakes):
+    """Return whether a call could be tried on zeros, and the error that it raised, if any.
+
+    A call on another device is tried on the CPU: a kernel that fails on a GPU can make the GPU unusable for the process.
+    """
+    if any(fake.numel() > _LARGEST for fake in fakes) or len({fake.device for fake in fakes}) > 1:
         return False, None
-    return True, _error_on(0, event, references, fakes)
+    error = _error_on(0, event, references, fakes)
+    if error is not None and fakes and fakes[0].device.type != "cpu" and "device" in str(error):  # a constant is on the real device
+        return False, None
+    return True, error
 
 
 def is_possible(event: Call, references: Sequence[Reference], fakes: Sequence[torch.Tensor], result: Any) -> bool:
     """Whether a call that fakes accept has a kernel for its arguments; ``True`` where a trial on zeros and ones cannot tell."""
     name = getattr(event.function, "__name__", "").partition(".")[0]
     overlaps = edits_in_place(event.function) and isinstance(result, torch.Tensor) and 0 in result.stride()
-    if is_custom(event.function) or not _can_be_tried(fakes):  # a custom operator may have side effects
+    if is_custom(event.function):  # it may have side effects
+        return True
+    if any(fake.device.type != "cpu" or fake.numel() > _LARGEST for fake in fakes):
         return True
     fails = is_failing(name) and not edits_in_place(event.function)  # zeros and ones may be invalid values for it
     if (fails or name in _INDEXING) and not overlaps:
         return True
     return any(_error_on(number, event, references, fakes) is None for number in (0, 1))
-
-
-def _can_be_tried(fakes: Sequence[torch.Tensor]) -> bool:
-    return all(fake.device.type == "cpu" and fake.numel() <= _LARGEST for fake in fakes)
 
 
 def _error_on(number: int, event: Call, references: Sequence[Reference], fakes: Sequence[torch.Tensor]) -> Exception | None:
@@ -145,4 +149,4 @@ def _error_on(number: int, event: Call, references: Sequence[Reference], fakes: 
 
 
 def _filled_like(fake: torch.Tensor, number: int) -> torch.Tensor:
-    return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device=fake.device).fill_(number)
+    return torch.empty_strided(fake.size(), fake.stride(), dtype=fake.dtype, device="cpu").fill_(number)

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nnsight import NNsight
+from nnsight.fx.block_events import Call, ValueNumber
+from nnsight.fx.recording.failing_calls import error_on_values
 
 NO_SUCH_KERNELS: list[Callable[[torch.Tensor], Any]] = [
     lambda hidden: hidden.bitwise_not(),
@@ -101,3 +104,14 @@ def test_operators_of_others_are_not_tried(model: NNsight) -> None:
                 doubled = torch.ops.trials_test.noted(model[0].output).save()
             torch.testing.assert_close(doubled, model._module[0](torch.ones(3, 4)) * 2.0)
     assert called == [(3, 4)] * 2
+
+
+def test_a_mistake_on_a_gpu_has_the_words_of_an_eager_call() -> None:
+    """The call is tried on the CPU, unless a constant of the call is on the GPU."""
+    with FakeTensorMode():
+        fakes = [torch.ones(2, 4, device="cuda"), torch.ones(9, device="cuda")]
+    numbers = [ValueNumber(0), ValueNumber(1)]
+    tried, error = error_on_values(Call(torch.add, tuple(numbers), (), None), numbers, fakes)
+    assert tried and str(error).startswith("The size of tensor a (4) must match the size of tensor b (9)")
+    mixed = Call(torch.cat, ([torch.ones(2, 4), torch.ones(2, 4, device="meta")],), (), None)
+    assert error_on_values(mixed, numbers[:1], fakes[:1]) == (False, None)

@@ -23,6 +23,7 @@ from .format.nodes import Node
 from .format.payload import Job
 from .format.trees import references
 from .python_text import operator_text, returns_several, value_text
+from .run.fake_runs import device_of
 
 #: Kinds of nodes that hooks cannot express, and the words for them in errors.
 _REFUSED = {
@@ -50,8 +51,8 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
     Args:
         module: The model.
         job: A program without saved values.
-        values: The inputs and constants of the program, by name. They become buffers of the copy, or parameters if they require gradients.
-            The buffer for ``alpha`` is ``edit_alpha``.
+        values: The inputs and constants of the program, by name. They become buffers of the copy, or parameters if they require gradients,
+            on the device of the model. The buffer for ``alpha`` is ``edit_alpha``.
 
     Raises:
         InvalidProgramError: If hooks cannot express the program, for instance because it computes gradients or prints.
@@ -61,13 +62,14 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
         baked = copy.deepcopy(module, {id(tensor): tensor for tensor in kept})
     except Exception as error:  # such as that of a module that FSDP has sharded
         raise InvalidProgramError(f"These edits cannot be baked: the model cannot be copied: {error}") from error
-    names = {}
+    names, device = {}, device_of(module)
     for name, tensor in values.items():
         names[name] = _free_name(baked, f"edit_{name if name.isidentifier() else f'constant_{name[1:]}'}")
-        if isinstance(tensor, torch.nn.Parameter) or (tensor.requires_grad and tensor.is_leaf):
-            baked.register_parameter(names[name], tensor if isinstance(tensor, torch.nn.Parameter) else torch.nn.Parameter(tensor))
+        held = _held(tensor, device)
+        if isinstance(held, torch.nn.Parameter):
+            baked.register_parameter(names[name], held)
         else:
-            baked.register_buffer(names[name], tensor.detach())
+            baked.register_buffer(names[name], held)
     state: dict[str, Any] = {}
     try:
         found = list(segments(job))
@@ -80,6 +82,15 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
         hook(baked, state, segment, compiled_segment(job, segment, names))
     baked.register_forward_hook(lambda *_: state.clear())
     return baked
+
+
+def _held(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return the tensor that a baked model holds for ``value``: on ``device``, and a parameter if it requires gradients."""
+    tensor = value.detach() if device.type == "meta" else value.detach().to(device)
+    if isinstance(value, torch.nn.Parameter) and tensor.device == value.device:
+        return value
+    is_parameter = isinstance(value, torch.nn.Parameter) or (value.requires_grad and value.is_leaf)
+    return torch.nn.Parameter(tensor, value.requires_grad) if is_parameter else tensor
 
 
 def check_applied(module: torch.nn.Module, job: Job) -> None:

@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import CLIPConfig, CLIPModel, LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
 
 from nnsight import NNsight
+from nnsight.program.baking import bake
+from nnsight.program.edits import _record
 from nnsight.remote import InvalidProgramError, NotExpressibleError
 
 from .test_bound import stack
@@ -63,6 +66,20 @@ def test_it_shares_the_weights_and_has_the_inputs_as_buffers(model: Any, baked: 
     ours, theirs = dict(baked.named_parameters()), dict(model._module.named_parameters())
     assert ours.keys() == theirs.keys() and all(ours[name] is theirs[name] for name in ours)
     assert sorted(name for name, _ in baked.named_buffers() if name.startswith("edit_")) == ["edit_alpha", "edit_direction"]
+
+
+def test_inputs_are_on_the_device_of_the_model() -> None:
+    net, vector, alpha = stack(), torch.nn.Parameter(torch.randn(6)), 2.0
+    with NNsight(net).edit() as edited:
+        edited[1].output = edited[1].output + alpha * vector
+    job, values, _ = _record(edited, (torch.randn(3, 6),), {})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layers = [nn.Identity() for _ in net]
+        layers[0].weight = nn.Parameter(torch.empty(6, device="cuda"))
+        on_gpu = bake(nn.Sequential(*layers), job, values)
+    assert on_gpu.edit_alpha.device.type == on_gpu.edit_vector.device.type == "cuda"
+    assert isinstance(on_gpu.edit_vector, nn.Parameter) and on_gpu.edit_vector.requires_grad
+    assert edited.bake(torch.randn(3, 6)).edit_vector is vector
 
 
 def test_a_list_of_another_length_is_refused() -> None:

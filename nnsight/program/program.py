@@ -181,8 +181,9 @@ class Program:
         """Return this program as a function of the input of ``model``, and of the values of ``inputs``.
 
         A call runs neither a block nor a trace. If the model is compiled, it calls the lowered graph with the program spliced into it.
-        An input that a call leaves out has its value of the recording. Gradients flow to the values that are passed. Edits of ``model`` do
-        not run during a call. A program that was recorded on a model with edits contains these edits.
+        An input that a call leaves out has its value of the recording. Gradients flow to the values that are passed. The saved values are
+        on the device of ``model``, also if the block calls ``.cpu()``. Edits of ``model`` do not run during a call. A program that was
+        recorded on a model with edits contains these edits.
 
         Args:
             model: The model.

@@ -253,7 +253,7 @@ class CallRecorder(EventRecorder):
             leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             can_be_lazy = all(leaf.layout is torch.strided for leaf in leaves)
             return can_be_lazy and is_possible(event, used, fakes, result), result
-        tried, failed = error_on_values(event, used, fakes)
+        tried, failed = error_on_values(event, used, fakes, failure)
         if tried and failed is None:  # it fails on fakes only
             return False, None
         failure = failed or failure

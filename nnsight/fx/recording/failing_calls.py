@@ -110,11 +110,17 @@ def _is_inside(place: Any, whole: Any) -> bool:
     return begins and (place.end_lineno, place.end_col_offset) <= (whole.end_lineno, whole.end_col_offset)
 
 
-def error_on_values(event: Call, references: Sequence[Reference], fakes: Sequence[torch.Tensor]) -> tuple[bool, Exception | None]:
-    """Return whether a call could be tried on zeros, and the error that it raised, if any.
+def error_on_values(
+    event: Call, references: Sequence[Reference], fakes: Sequence[torch.Tensor], failure: Exception
+) -> tuple[bool, Exception | None]:
+    """Return whether a call that raises ``failure`` on fakes could be tried on zeros, and the error that it raised, if any.
 
     A call on another device is tried on the CPU: a kernel that fails on a GPU can make the GPU unusable for the process.
     """
+    devices = list(dict.fromkeys(str(fake.device) for fake in fakes if fake.dim()))
+    if len(devices) > 1 and "device" in str(failure).lower():  # the words of fakes do not say what is wrong
+        found = " and ".join(devices)
+        return True, RuntimeError(f"Expected all tensors to be on the same device, but found at least two devices, {found}!")
     if any(fake.numel() > _LARGEST for fake in fakes) or len({fake.device for fake in fakes}) > 1:
         return False, None
     error = _error_on(0, event, references, fakes)

@@ -108,10 +108,18 @@ def test_operators_of_others_are_not_tried(model: NNsight) -> None:
 
 def test_a_mistake_on_a_gpu_has_the_words_of_an_eager_call() -> None:
     """The call is tried on the CPU, unless a constant of the call is on the GPU."""
-    with FakeTensorMode():
-        fakes = [torch.ones(2, 4, device="cuda"), torch.ones(9, device="cuda")]
     numbers = [ValueNumber(0), ValueNumber(1)]
-    tried, error = error_on_values(Call(torch.add, tuple(numbers), (), None), numbers, fakes)
-    assert tried and str(error).startswith("The size of tensor a (4) must match the size of tensor b (9)")
-    mixed = Call(torch.cat, ([torch.ones(2, 4), torch.ones(2, 4, device="meta")],), (), None)
-    assert error_on_values(mixed, numbers[:1], fakes[:1]) == (False, None)
+    add = Call(torch.add, tuple(numbers), (), None)
+
+    def words(*sizes_and_devices: tuple[tuple[int, ...], str], call: Call = add) -> str:
+        with FakeTensorMode():
+            fakes = [torch.ones(sizes, device=device) for sizes, device in sizes_and_devices]
+        with pytest.raises(RuntimeError) as raised:
+            torch.add(*fakes)
+        tried, error = error_on_values(call, numbers, fakes, raised.value)
+        return str(error) if tried else "not tried"
+
+    gpu, other = ((2, 4), "cuda"), ((9,), "cuda")
+    assert words(gpu, other).startswith("The size of tensor a (4) must match the size of tensor b (9)")
+    assert words(gpu, ((2, 4), "cpu")).startswith("Expected all tensors to be on the same device")
+    assert words(gpu, other, call=Call(torch.cat, ([torch.ones(2, 4), torch.ones(2, 4, device="meta")],), (), None)) == "not tried"

@@ -39,6 +39,7 @@ from .functions import (
     has_tensor,
     is_custom,
     name_of,
+    on_default_device,
 )
 from .lazy import LazyTensor, become, is_filled, real_of
 from .numbers import Lifted, keep_constant, lift
@@ -59,7 +60,9 @@ class CallRecorder(EventRecorder):
         kwargs = kwargs or {}
         if torch._C._are_functorch_transforms_active():  # the transform turns the call into operators, see `call_operator`
             return self.transformed(function, args, kwargs)
-        if LazyTensor in types or (self.random and draws(function, kwargs)):
+        if self.random and draws(function, kwargs):
+            return self.call(function, args, on_default_device(function, kwargs))
+        if LazyTensor in types:
             return self.call(function, args, kwargs)
         edits = edits_in_place(function)
         if (edits or self.used or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):

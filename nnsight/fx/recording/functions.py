@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 
 from ..effects import RANDOM
 
@@ -97,6 +98,14 @@ def is_custom(function: Any) -> bool:
 def draws(function: Any, kwargs: Mapping[str, Any]) -> bool:
     """Whether a call draws numbers from the generator that the model uses, too."""
     return getattr(function, "__name__", "") in RANDOM and kwargs.get("generator") is None
+
+
+def on_default_device(function: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments of a call with the default device, which is a mode of the block: the graph runs without it."""
+    device = torch.get_default_device()
+    if device.type == "cpu" or kwargs.get("device") is not None or function not in _device_constructors():
+        return kwargs
+    return {**kwargs, "device": device}
 
 
 def edits_in_place(function: Any) -> bool:

@@ -77,6 +77,19 @@ def test_numbers_are_drawn_in_order(model: Any, draw: Callable[..., Any], cuts: 
         assert len(tracer.report.breaks) == cuts * location  # before its dropout the model has drawn nothing
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_numbers_are_on_the_default_device(model: Any, device: str) -> None:
+    def run(compile: bool) -> Any:
+        with torch.device(device), model.trace(torch.ones(2, 4, device="cpu"), compile=compile):
+            first = torch.randn(2, 3).save()
+            hidden = model[1].output
+            later = [torch.randn(2, 3), torch.randperm(4), torch.rand(2, device="cpu"), torch.randn_like(hidden)].save()
+        return [(value.device.type, value.dtype, value.shape) for value in (first, *later)]
+
+    assert run(True) == run(False) == run(True)
+    assert run(True)[1][0] == device
+
+
 def test_with_one_graph_a_seed_after_a_draw_is_refused(model: Any) -> None:
     model = NNsight(model._module, compile={"backend": "eager", "fullgraph": True})
     with pytest.raises(GraphBreakError, match="`manual_seed` of the generator .* use a seed before the trace"):

@@ -21,6 +21,9 @@ Metric = Callable[[Any], float | torch.Tensor]
 #: The least number of standard deviations by which a change must differ from that of random directions to count as an effect.
 _NOTABLE = 3.0
 
+#: The factors of a sweep, unless others are given.
+_SCALES = (-4.0, -2.0, 2.0, 4.0)
+
 
 class SweepRow(NamedTuple):
     """One setting of a sweep.
@@ -95,7 +98,7 @@ def sweep(
     vector: SteeringVector,
     metric: Metric,
     *,
-    scales: Sequence[float] = (-4.0, -2.0, 2.0, 4.0),
+    scales: Sequence[float] | None = None,
     layers: Sequence[int] | None = None,
     controls: int = 5,
     seed: int = 0,
@@ -109,7 +112,7 @@ def sweep(
         vector: The vector.
         metric: Called with the steered model; returns a number, or a tensor of numbers, whose mean is used. It should grow with the
             property for which the vector steers.
-        scales: The factors.
+        scales: The factors; by default -4, -2, 2 and 4, or 1 with a ``mode`` that takes none.
         layers: The layers; by default all layers of the vector.
         controls: Number of random directions to compare with each direction, 2 or more. They have the same length.
         seed: Seed of the random directions.
@@ -123,6 +126,8 @@ def sweep(
         ValueError: If there are no layers, no factors, or fewer than two controls.
     """
     chosen = list(vector) if layers is None else list(layers)
+    if scales is None:
+        scales = _SCALES if options.get("mode", "add") == "add" else (1.0,)
     if not chosen or not scales or controls < 2:
         raise ValueError("sweep() takes at least one layer, one factor and two controls.")
     unsteered = _number(metric(model))

@@ -129,17 +129,19 @@ class SteeringVector(Mapping[int, torch.Tensor]):
             scale: Factor of the directions, for "add"; or a function from the step of a generation to its factor.
             mode: The change of the hidden state, see above.
             layers: The layers to steer; by default all layers of the vector.
-            positions: Positions in each call of the model; all by default. In a generation, the first call has the prompt.
+            positions: Positions in each call of the model; all by default. In a generation, the first call has the prompt. Padding counts:
+                with the padding on the left, ``-1`` is the last token of each prompt, and ``0`` that of the longest prompts only.
             steps: Steps of a generation, counted from 0; all by default. A call outside of a generation is step 0.
             low: Lower limit of the component along the direction, for "clamp".
             high: Upper limit, likewise.
             match_norm: Rescale each changed hidden state to its previous norm.
 
         Raises:
-            ValueError: If the mode is unknown, the limits of "clamp" are missing or reversed, or the model lacks one of the layers.
+            ValueError: If the mode is unknown, the limits of "clamp" are missing or reversed, a factor or limit is given that the mode does
+                not use, or the model lacks one of the layers.
             KeyError: If the vector lacks one of the layers.
         """
-        _check(mode, low, high)
+        _check(mode, scale, low, high)
         chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else sorted(set(layers))
         if not chosen:
             raise ValueError("layers=[] steers nothing: name at least one layer.")
@@ -217,12 +219,16 @@ class SteeringVector(Mapping[int, torch.Tensor]):
         return cls.load(hf_hub_download(repository, file, **options), name)
 
 
-def _check(mode: str, low: float, high: float) -> None:
-    """Raise ``ValueError`` if the mode is unknown, or the limits are not valid."""
+def _check(mode: str, scale: Scale, low: float, high: float) -> None:
+    """Raise ``ValueError`` if the mode is unknown, the limits are not valid, or the mode ignores a factor or limit."""
     if mode not in _MODES:
         raise ValueError(f"mode={mode!r}: the modes are {', '.join(map(repr, _MODES))}.")
     if (mode == "clamp" and low == -math.inf and high == math.inf) or low > high:
         raise ValueError(f"low={low} and high={high}: clamp takes one limit or both, the lower one first.")
+    if mode != "clamp" and (low, high) != (-math.inf, math.inf):
+        raise ValueError(f"low={low} and high={high}: limits are for mode='clamp', and the mode is {mode!r}.")
+    if mode != "add" and (callable(scale) or scale != 1.0):
+        raise ValueError(f"scale={scale}: a factor is for mode='add', and the mode is {mode!r}.")
 
 
 def _in_order(steps: int | slice | Sequence[int] | None) -> int | slice | list[int]:

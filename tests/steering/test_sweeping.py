@@ -61,6 +61,13 @@ def test_the_plot_has_a_line_for_each_layer(model: Any, tmp_path: Path) -> None:
     assert (tmp_path / "sweep.png").stat().st_size > 1000
 
 
+@pytest.mark.filterwarnings("ignore:The vector has no more effect")
+def test_a_mode_without_a_factor_is_tried_once(model: Any) -> None:
+    vector = SteeringVector({1: torch.randn(model.config.n_embd)})
+    table = sweep(model, vector, lambda steered: 1.0, mode="ablate", controls=2, progress=False)
+    assert [row.scale for row in table.rows] == [1.0]
+
+
 def test_bad_arguments(model: Any) -> None:
     vector = SteeringVector({1: torch.ones(128)}, "transformer.h")
     for options in ({"scales": ()}, {"layers": ()}, {"controls": 1}):

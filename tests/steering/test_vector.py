@@ -290,6 +290,9 @@ def test_vectors_that_are_none(make: Callable[[], Any], kind: type[Exception], s
     ("options", "kind", "says"),
     [
         ({"mode": "twist"}, ValueError, "the modes are 'add'"),
+        ({"low": 0.0}, ValueError, "limits are for mode='clamp'"),
+        ({"mode": "ablate", "scale": 2.0}, ValueError, "a factor is for mode='add'"),
+        ({"mode": "project", "scale": lambda step: 1.0}, ValueError, "a factor is for mode='add'"),
         ({"mode": "clamp"}, ValueError, "one limit or both"),
         ({"mode": "clamp", "low": 2.0, "high": 1.0}, ValueError, "the lower one first"),
         ({"layers": [5]}, KeyError, "no direction for layer 5"),

@@ -29,6 +29,12 @@ _KINDS = {
     "LOAD_CONST": "constant",
 }
 
+#: Instructions of Python 3.13 for two variables. They have the position of the first one.
+_PAIRS = frozenset({"LOAD_FAST_LOAD_FAST", "STORE_FAST_LOAD_FAST", "STORE_FAST_STORE_FAST"})
+
+#: Instructions that use the last loaded variable and have the position of an expression around it.
+_USES = frozenset({"BINARY_OP", "COMPARE_OP", "CONTAINS_OP", "IS_OP", "BINARY_SUBSCR", "CALL", "LOAD_ATTR", "BUILD_TUPLE", "BUILD_LIST"})
+
 Extent = tuple[int | None, ...]
 
 
@@ -42,15 +48,33 @@ def fits(node: ast.With, code: types.CodeType, enter: int) -> bool:
     unbound = {part.name for part in ast.walk(node) if isinstance(part, ast.ExceptHandler)}
     # Format strings are compiled in parts, some of them at the position of a neighbouring part.
     strings = [text for (kind, _), texts in written.items() if kind == "constant" for text in texts if type(text) is str]
+    used: set[str] = set()
     for kind, extent, value in _compiled(code, enter):
+        if kind == "name" and value[0] not in "@._":
+            used.add(value)
         texts = written.get((kind, extent))
         if kind == "name" and value in unbound:
             continue
         if kind == "constant" and type(value) is str:
             texts = texts and strings
+        if kind == "part":
+            texts = [text for (other, at), names in written.items() if other == "name" and _is_inside(at, extent) for text in names]
         if texts and not any(_agrees(kind, text, value) for text in texts):
             return False
-    return True
+    return not used or bool(used & _identifiers(node))  # another text of the same shape has none of the names
+
+
+def _identifiers(node: ast.AST) -> set[str]:
+    """Return the names of variables, functions, classes and modules in ``node``."""
+    found: set[str] = set()
+    for part in ast.walk(node):
+        for name in (getattr(part, attribute, None) for attribute in ("id", "name", "asname", "arg", "rest")):
+            found.update([name, name.partition(".")[0]] if isinstance(name, str) else [])
+    return found
+
+
+def _is_inside(extent: Any, whole: Any) -> bool:
+    return (whole[0], whole[2]) <= (extent[0], extent[2]) and (extent[1], extent[3]) <= (whole[1], whole[3])
 
 
 def _written(node: ast.AST) -> dict[tuple[str, Extent], list[Any]]:
@@ -79,8 +103,12 @@ def _meaning(part: ast.AST) -> Iterator[tuple[str, Any]]:
 
 
 def _compiled(code: types.CodeType, enter: int = -1) -> Iterator[tuple[str, Extent, Any]]:
-    """Yield kind, extent and value of the instructions of a body or a function, and of the functions nested in it."""
+    """Yield kind, extent and value of the instructions of a body or a function, and of the functions nested in it.
+
+    The kind ``part`` is a name inside of the extent.
+    """
     positions = list(code.co_positions())
+    pair: tuple[str, ...] = ()  # the variables that the preceding instruction loads
     for instruction in dis.get_instructions(code):
         if instruction.offset <= enter:
             continue
@@ -89,6 +117,11 @@ def _compiled(code: types.CodeType, enter: int = -1) -> Iterator[tuple[str, Exte
             return  # end of the body: the call of `__exit__`
         if isinstance(instruction.argval, types.CodeType):
             yield from _compiled(instruction.argval)
+        if pair and instruction.opname in _USES and None not in extent:
+            yield "part", extent, pair[1]
+        pair = instruction.argval if instruction.opname == "LOAD_FAST_LOAD_FAST" else ()
+        if instruction.opname in _PAIRS and None not in extent:
+            yield "name", extent, instruction.argval[0]
         kind = _KINDS.get(instruction.opname)
         if kind is not None and None not in extent:
             value = instruction.argrepr if kind == "operator" else instruction.argval

@@ -132,6 +132,13 @@ def test_errors_of_the_capture_point_to_the_with() -> None:
     assert (last.filename, last.lineno) == ("<generated>", 2)
 
 
+def test_a_text_of_the_same_shape_with_other_names_is_not_taken() -> None:
+    other = "\nwith Tracer():\n    log.append(1)\n"  # texts in variables of the callers are candidates
+    with caught(WithBlockNotFoundError):
+        exec(compile("\nwith Tracer():\n    a = 1\n", "<elsewhere>", "exec"), {"Tracer": Tracer})
+    assert "log" in other
+
+
 def test_a_statement_that_cannot_be_deferred_is_shown_as_a_syntax_error(tmp_path: Path) -> None:
     path = tmp_path / "returns.py"
     path.write_text("def run(block):\n    with block():\n        return 'something'\n")

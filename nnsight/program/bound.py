@@ -66,7 +66,7 @@ class Inputs:
         """Return the inputs and constants by name, on the device of the model. Only with ``anew`` is that device looked up again.
 
         A copy on the device is made again after an edit of the value in place. Vectors of the user are copied for each call, because an
-        edit through `.data` or NumPy cannot be seen, and so are tensors whose copy depends on the grad mode.
+        edit through ``.data`` or NumPy cannot be seen, and so are tensors whose copy depends on the grad mode.
         """
         device = device_of(self._model._module) if anew else self.device
         if self._placed is not None and device == self.device and all(value._version == version for value, version in self._copied):
@@ -102,7 +102,8 @@ class Inputs:
         """
         like = self.values[name]
         if type(value) in (int, float) and like.dim() == 0:
-            return torch.full((), value, dtype=like.dtype, device=self.device)  # a copy from the CPU would wait for the GPU
+            device = "cpu" if self.device.type == "meta" else self.device
+            return torch.full((), value, dtype=like.dtype, device=device)  # on a GPU at once: a copy from the CPU would wait for it
         if isinstance(value, torch.Tensor) and value.dtype == like.dtype and value.dim() == like.dim():
             return value
         given = isinstance(value, torch.Tensor)

@@ -315,19 +315,12 @@ class Bench:
         """Tokens per second, steered at each token."""
         ids, layer, vector, (options, static) = self.ids[:, :32], self.middle, self.vector, self.decoding_options()
         hooked, hand = self.fresh(), hand_edited(self.fresh(), layer, vector)
-        options_of: list[Any] = [True, {"mode": GRAPHS}, {"mode": GRAPHS, "regions": False}]
-        model, graphs, in_one = (LanguageModel(self.fresh(), compile=compile) for compile in options_of)
-
-        def made() -> Any:
-            with LanguageModel(self.fresh()).edit() as (steps, edited):
-                for _ in steps.iter[:]:
-                    edited.model.layers[layer].output[:, -1] += 4.0 * vector
-            return edited
-
-        edited, edited_in_one = made(), made()
+        model, graphs = (LanguageModel(self.fresh(), compile=compile) for compile in (True, {"mode": GRAPHS}))
+        with LanguageModel(self.fresh()).edit() as (steps, edited):
+            for _ in steps.iter[:]:
+                edited.model.layers[layer].output[:, -1] += 4.0 * vector
         baked = edited.bake()
         edited.compile(mode=GRAPHS)
-        edited_in_one.compile(mode=GRAPHS, regions=False)
 
         def hooks() -> Any:
             with steering_hook(hooked, layer, vector):
@@ -346,11 +339,10 @@ class Bench:
                 "hand-edited, transformers compiles, static cache": lambda: hand.generate(ids, **static),
                 "baked, transformers compiles, static cache": lambda: baked.generate(ids, **static),
                 "torch hooks": hooks,
+                "eager trace": lambda: trace(model, compile=False, **options),
                 "compiled trace, static cache": lambda: trace(model, **static),
                 "compiled trace, CUDA graphs, static cache": lambda: trace(graphs, **static),
-                "compiled trace, CUDA graphs, one graph, static cache": lambda: trace(in_one, **static),
                 "compiled edit, CUDA graphs, static cache": lambda: edited.generate(ids, **static),
-                "compiled edit, CUDA graphs, one graph, static cache": lambda: edited_in_one.generate(ids, **static),
             },
         )
 

@@ -287,6 +287,10 @@ class Mediator:
         """Let the model continue with ``value`` at ``location``; waits for the location like :meth:`request`."""
         if not self._is_at(location):
             self._wait_for(location, self._next_occurrence(location), ("swap", value))
+        self._replace(value)
+
+    def _replace(self, value: Any) -> None:
+        """Check the replacement of the value at the current location, and make it."""
         interleaver = self.interleaver
         assert interleaver is not None and self._location is not None
         if interleaver.check_replacement is not None:
@@ -305,6 +309,10 @@ class Mediator:
             raise ValueError(f"A module is skipped at its input, such as `model.layer.input`, not at `{location}`.")
         if not self._is_at(location):
             self._wait_for(location, self._next_occurrence(location), ("skip", value))
+        self._leave_out(value)
+
+    def _leave_out(self, value: Any) -> None:
+        """Check the result of the module that is skipped at the current location, and skip it."""
         interleaver = self.interleaver
         assert interleaver is not None and self._location is not None
         if interleaver.check_skip is not None:

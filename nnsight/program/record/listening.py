@@ -71,7 +71,6 @@ class RecordingMediator(compat.Mediator):
         self._recorder = recorder
         if self.batch_group is not None:
             self.batch_group = recorder.gradients.following(self.batch_group)
-        recorder.number_of(self)
 
     def visit(self, location: str, occurrence: int, value: Any) -> Any:
         assert self._greenlet is not None
@@ -92,16 +91,22 @@ class RecordingMediator(compat.Mediator):
 
     def swap(self, location: str, value: Any) -> None:
         self._recorder.refuse_unknown_sizes(location, value)
-        with self._recorder.paused():  # the mediator compares sizes, which are not sizes that the block reads
-            super().swap(location, value)
+        super().swap(location, value)
         self._position = user_position_now(skip=LIBRARIES)
 
     def skip(self, location: str, value: Any) -> None:
         self._recorder.refuse_unknown_sizes(location, value)
-        with self._recorder.paused():
-            super().skip(location, value)
+        super().skip(location, value)
         assert self._location is not None
         self._recorder.skip(self._location, self._occurrence, value, bool(self.loops))
+
+    def _replace(self, value: Any) -> None:
+        with self._recorder.paused():  # the mediator compares sizes, which are not sizes that the block reads
+            super()._replace(value)
+
+    def _leave_out(self, value: Any) -> None:
+        with self._recorder.paused():
+            super()._leave_out(value)
 
     def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
         recorder = self._recorder

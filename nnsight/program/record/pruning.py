@@ -61,7 +61,7 @@ def pruned(
 def _waits(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:
     """Return, for each node with an effect on the run, the latest ``read`` before it. The block must wait there before the effect.
 
-    Such nodes are ``stop``, ``barrier``, and in-place edits of memory that the block gave to the model.
+    Such nodes are ``stop``, ``barrier``, in-place edits of memory that the block gave to the model, and uses of values of other blocks.
     """
     given: set[int] = set()
     latest: dict[tuple[int, int], int] = {}
@@ -74,7 +74,8 @@ def _waits(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:
             latest[block] = number
         elif block in latest:
             edits = node["do"] == "op" and roots[number] in given and is_in_place(node["name"])
-            if edits or node["do"] in ("stop", "barrier"):
+            others = any((nodes[used]["run"], nodes[used]["block"]) != block for used, _ in references(node))
+            if edits or others or node["do"] in ("stop", "barrier"):
                 found[number] = [latest[block]]
     return found
 

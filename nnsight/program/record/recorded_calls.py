@@ -31,7 +31,7 @@ from .printing import Prints
 from .recorded_gradients import Gradients
 from .refusals import WITHOUT_SIZE, here, position, refused, why_demand
 from .size_reads import SizeReads, unseen
-from .visits import Visit
+from .visits import References, Visit
 
 _GRADIENTS = frozenset("backward register_hook retain_grad detach_ grad".split())
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -80,7 +80,7 @@ class NodeRecorder(SizeReads):
         self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of recorded sizes
         self._called: tuple[str, list[Any]] = "", []  # name of the function that the block calls, and the leaves of its arguments
         self._paused = False
-        self._refs: Any = WeakIdKeyDictionary()  # fake -> (node, output)
+        self._refs = References(self)
         self._roots: list[int] = []  # for each node, the node that made the memory of its result
         self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, fake)
         self._visits: list[Visit] = []  # visits that have not ended
@@ -118,7 +118,7 @@ class NodeRecorder(SizeReads):
                 "Read the module that produces it."
             )
         self._check_fresh(tensor)
-        return {"ref": list(known)}
+        return {"ref": list(self._refs.for_block(tensor))}
 
     def _check_fresh(self, tensor: torch.Tensor) -> None:
         """Raise an error if the memory of ``tensor`` was edited through the copy of another ``read``."""

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from ..format.sizes import SIZE_METHODS, Shape, division, has_unknown_size, known_dims, takes_sizes
 from .refusals import WITHOUT_SIZE
+from .visits import References
 
 if TYPE_CHECKING:
     from .demands import Cuts
@@ -46,7 +47,7 @@ class SizeReads(TorchFunctionMode):
     _paused = False
     _for_other_inputs = False  # the value for a size that the user reads after the recording, which nothing depends on
     _looked: set[tuple[int, int, int]]
-    _refs: Any
+    _refs: References
     _unknown: Any
 
     @property

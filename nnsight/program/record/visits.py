@@ -1,9 +1,63 @@
-"""Visits: a recorded block gets the value at a location, and leaves a value there."""
+"""Visits: a recorded block gets the value at a location, and leaves a value there. References of blocks to these and other values."""
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class References:
+    """The node and output that each fake tensor is. A block refers to a node of its own, if it has one for the tensor.
+
+    Blocks can read the same tensor at different locations. The node of another block may run later than the present one.
+    """
+
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+        self._latest: Any = WeakIdKeyDictionary()
+        self._by_block: dict[Hashable, Any] = {}
+
+    @property
+    def own(self) -> Any:
+        """The references that the block whose turn it is has made."""
+        block = len(self._recorder.runs), self._recorder.block
+        if block not in self._by_block:
+            self._by_block[block] = WeakIdKeyDictionary()
+        return self._by_block[block]
+
+    def __setitem__(self, fake: torch.Tensor, reference: tuple[int, int]) -> None:
+        self._latest[fake] = self.own[fake] = reference
+
+    def get(self, fake: torch.Tensor, default: Any = None) -> Any:
+        found = self.own.get(fake)
+        return self._latest.get(fake, default) if found is None else found
+
+    def __getitem__(self, fake: torch.Tensor) -> tuple[int, int]:
+        found: tuple[int, int] | None = self.get(fake)
+        if found is None:
+            raise KeyError("the tensor has no node")
+        return found
+
+    def for_block(self, fake: torch.Tensor) -> tuple[int, int]:
+        """Return the reference of a tensor. The running block gets a node of its own for a constant or a weight."""
+        found = self[fake]
+        node = self._recorder.nodes[found[0]]
+        if node["do"] in ("const", "weight") and fake not in self.own:
+            content = {key: node[key] for key in ("tensor", "name") if key in node}
+            found = self[fake] = (self._recorder.emit(node["do"], **content), 0)
+        return found
+
+    def __contains__(self, fake: torch.Tensor) -> bool:
+        return fake in self._latest
+
+    def items(self) -> Iterator[tuple[torch.Tensor, tuple[int, int]]]:
+        """Yield all tensors, each with its reference."""
+        for fake in list(self._latest):
+            yield fake, self[fake]
 
 
 @dataclass

@@ -315,3 +315,74 @@ def test_an_object_in_a_saved_list_is_refused_by_bind() -> None:
     assert len(both) == 2
     with pytest.raises(NotExpressibleError, match="`both` contains a object, which a program cannot contain"):
         tracer.program.bind(model)
+
+
+# -- several blocks ----------------------------------------------------------------------------------------------------
+
+PROGRAMS = [{"program": True}, {"remote": "local"}]
+
+
+def _agree(model: NNsight, x: torch.Tensor, block: Any, how: dict[str, Any]) -> None:
+    """Compare what ``block(model, tracer)`` saves with a trace that records no program."""
+    found = []
+    for options in ({}, how):
+        with model.trace(x.clone(), **options) as tracer:
+            saved = nnsight.save(block(model, tracer))
+        found.append([*saved, tracer.report.mode])
+    torch.testing.assert_close(found[1][:-1], found[0][:-1])
+
+
+@pytest.mark.parametrize("how", PROGRAMS, ids=str)
+@pytest.mark.parametrize("where", ["input", "output"])
+def test_a_block_sees_what_the_edits_of_the_model_left(how: dict[str, Any], where: str) -> None:
+    model, x = NNsight(stack()), torch.randn(3, 6)
+    with model.edit() as edited:
+        setattr(edited[1], where, getattr(edited[1], where) * 3.0)
+
+    def block(model: Any, tracer: Any) -> Any:
+        seen = getattr(model[1], where).clone()
+        getattr(model[1], where)[:, :2] *= 0.5
+        return [seen, model.output]
+
+    _agree(edited, x, block, how)
+
+
+@pytest.mark.parametrize("how", PROGRAMS, ids=str)
+def test_calls_are_recorded_while_another_block_waits_with_a_replacement(how: dict[str, Any]) -> None:
+    model, x = NNsight(stack()), torch.randn(3, 6)
+    with model.edit() as edited:
+        edited[2].output = edited[0].output * 2.0
+
+    def block(model: Any, tracer: Any) -> Any:
+        hidden = model[0].output
+        hidden[:, :2].mul_(0.5)
+        model[3].output = hidden * 3.0
+        return [hidden, model.output]
+
+    _agree(edited, x, block, how)
+    found = []
+    for options in ({}, how):
+        with model.trace(**options) as tracer:
+            with tracer.invoke(x):
+                model[2].output = model[0].output * 2.0
+            with tracer.invoke():
+                hidden = model[0].output
+                hidden[:, :2].mul_(0.5)
+                found.append([hidden.clone(), model[1].output, model.output].save())
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("how", PROGRAMS, ids=str)
+def test_blocks_that_read_the_same_tensor_at_two_locations(how: dict[str, Any]) -> None:
+    """The read of the other block comes later in a run than the use of the own one."""
+    model, x, factor = NNsight(nn.Sequential(nn.Identity(), nn.Identity(), nn.Linear(6, 6))), torch.randn(3, 6), torch.tensor(2.0)
+    with model.edit() as edited:
+        edited[0].input = edited[0].input + factor
+        edited[1].output = edited[1].input.flip(1) * factor
+
+    def block(model: Any, tracer: Any) -> Any:
+        hidden = model[0].input
+        model[2].input  # noqa: B018 - the program does not need it
+        return [hidden.flip(0) * factor, model[2].weight + factor, model.output]
+
+    _agree(edited, x, block, how)

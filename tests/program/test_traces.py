@@ -386,3 +386,33 @@ def test_blocks_that_read_the_same_tensor_at_two_locations(how: dict[str, Any]) 
         return [hidden.flip(0) * factor, model[2].weight + factor, model.output]
 
     _agree(edited, x, block, how)
+
+
+@pytest.mark.parametrize("how", PROGRAMS, ids=str)
+def test_a_value_is_used_after_the_model_has_edited_it(how: dict[str, Any]) -> None:
+    """Also if the program does not need the location at which the block waits meanwhile."""
+    model, x = NNsight(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6))), torch.randn(3, 6)
+
+    def block(model: Any, tracer: Any) -> Any:
+        hidden = model[0].output
+        early = hidden * 1.0
+        model[2].output  # noqa: B018
+        return [early, hidden * 1.0]
+
+    with torch.no_grad():
+        _agree(model, x, block, how)
+
+
+@pytest.mark.parametrize("how", PROGRAMS, ids=str)
+def test_a_block_uses_a_value_after_another_has_edited_it(how: dict[str, Any]) -> None:
+    model, x = NNsight(nn.Sequential(nn.Linear(6, 6), nn.Identity(), nn.Linear(6, 6))), torch.randn(3, 6)
+    with model.edit() as edited:
+        hidden = edited[0].output
+        edited[2].output  # noqa: B018
+        edited[2].output = hidden * 1.5
+
+    def block(model: Any, tracer: Any) -> Any:
+        model[1].output[:, :2].mul_(0.5)
+        return [model.output]
+
+    _agree(edited, x, block, how)

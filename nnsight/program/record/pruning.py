@@ -59,9 +59,10 @@ def pruned(
 
 
 def _waits(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:
-    """Return, for each node with an effect on the run, the latest ``read`` before it. The block must wait there before the effect.
+    """Return, for each node whose time in the run matters, the latest ``read`` before it. The block must wait there before the node runs.
 
-    Such nodes are ``stop``, ``barrier``, in-place edits of memory that the block gave to the model, and uses of values of other blocks.
+    Such nodes are ``stop``, ``barrier``, in-place edits of memory that the block gave to the model, and uses of values of other blocks or
+    of earlier locations. The model, or another block, may have edited these values in place since.
     """
     given: set[int] = set()
     latest: dict[tuple[int, int], int] = {}
@@ -74,10 +75,17 @@ def _waits(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:
             latest[block] = number
         elif block in latest:
             edits = node["do"] == "op" and roots[number] in given and is_in_place(node["name"])
-            others = any((nodes[used]["run"], nodes[used]["block"]) != block for used, _ in references(node))
-            if edits or others or node["do"] in ("stop", "barrier"):
+            used = [nodes[roots[other]] for other, _ in references(node)] if node["do"] != "size" else []
+            if edits or node["do"] in ("stop", "barrier") or any(_may_change(root, nodes[latest[block]]) for root in used):
                 found[number] = [latest[block]]
     return found
+
+
+def _may_change(root: Node, last: Node) -> bool:
+    """Whether memory may change before its block gets to ``last``, its latest ``read``. ``root`` is the node that made the memory."""
+    if (root["run"], root["block"]) != (last["run"], last["block"]):
+        return True
+    return root["do"] == "read" and not root.get("copy") and (root["site"], root["at"]) != (last["site"], last["at"])
 
 
 def _passes(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:

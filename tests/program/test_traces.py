@@ -388,14 +388,17 @@ def test_blocks_that_read_the_same_tensor_at_two_locations(how: dict[str, Any]) 
     _agree(edited, x, block, how)
 
 
+@pytest.mark.parametrize("edits", [False, True])
 @pytest.mark.parametrize("how", PROGRAMS, ids=str)
-def test_a_value_is_used_after_the_model_has_edited_it(how: dict[str, Any]) -> None:
+def test_a_value_is_used_after_the_model_has_edited_it(how: dict[str, Any], edits: bool) -> None:
     """Also if the program does not need the location at which the block waits meanwhile."""
     model, x = NNsight(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6))), torch.randn(3, 6)
 
     def block(model: Any, tracer: Any) -> Any:
         hidden = model[0].output
         early = hidden * 1.0
+        if edits:
+            hidden[:, :1].mul_(0.5)
         model[2].output  # noqa: B018
         return [early, hidden * 1.0]
 

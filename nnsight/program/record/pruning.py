@@ -85,7 +85,7 @@ def _may_change(root: Node, last: Node) -> bool:
     """Whether memory may change before its block gets to ``last``, its latest ``read``. ``root`` is the node that made the memory."""
     if (root["run"], root["block"]) != (last["run"], last["block"]):
         return True
-    return root["do"] == "read" and not root.get("copy") and (root["site"], root["at"]) != (last["site"], last["at"])
+    return root["do"] == "read" and (root["site"], root["at"]) != (last["site"], last["at"])
 
 
 def _passes(nodes: list[Node], roots: list[int]) -> dict[int, list[int]]:

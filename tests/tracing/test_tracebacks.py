@@ -133,7 +133,7 @@ def test_errors_of_the_capture_point_to_the_with() -> None:
 
 
 def test_a_text_of_the_same_shape_with_other_names_is_not_taken() -> None:
-    other = "\nwith Tracer():\n    log.append(1)\n"  # texts in variables of the callers are candidates
+    other = "\nwith Tracer():\n    log()\n"  # texts in variables of the callers are candidates
     with caught(WithBlockNotFoundError):
         exec(compile("\nwith Tracer():\n    a = 1\n", "<elsewhere>", "exec"), {"Tracer": Tracer})
     assert "log" in other

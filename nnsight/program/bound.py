@@ -180,11 +180,12 @@ class BoundProgram:
     ) -> tuple[Any, dict[str, Any]]:
         """Run ``driver`` on prepared arguments. Return the output of the model (if ``returns``) and the saved values by name."""
         inputs = self.inputs
-        placed = inputs.placed(anew=self._runs is None)
-        given = {name: value.to(inputs.device) for name, value in given.items()}
         compiled = self._is_pure and getattr(driver, "replays", None) is not None
         if compiled and self._runs is not None:
-            tensors = [*({**placed, **given} if given else placed).values(), *inputs.weights()]
+            placed = inputs.placed()
+            if given:
+                placed = {**placed, **{name: value.to(inputs.device) for name, value in given.items()}}
+            tensors = [*placed.values(), *inputs.weights()]
             replayed = self._runs.replay(driver, tensors, (args, kwargs))
             if replayed is not None:
                 output, saved, self.report = replayed

@@ -109,10 +109,8 @@ class NodeRecorder(SizeReads):
 
     def reference(self, tensor: torch.Tensor) -> Any:
         """Return the reference to a tensor. Record the tensor first if it is a weight, or one of the block's own."""
-        known = self._refs.get(tensor)
-        if known is None and not isinstance(tensor, FakeTensor):
-            known = self._refs[self.substitute(tensor)]
-        if known is None:
+        tensor = self.substitute(tensor)
+        if tensor not in self._refs:
             raise refused(
                 "The block uses a tensor that it neither got at a location of the model nor made itself, such as the content of a cache. "
                 "Read the module that produces it."

@@ -261,19 +261,18 @@ class Interpreter:
         check_indices(operator, args, kwargs)
         divided, most = division(node["name"], args, kwargs), self.limits.items
         require(divided is None or divided[1] <= most, f"it has more results than the limit, {most}")
-        if node["name"] in DRAWING:
-            check_parameters(node["name"], args[1] if node["name"] == "aten.bernoulli_.Tensor" else args[0])
         if iskeyword(operator._overloadname):  # the generated code of a graph cannot contain `random_.from`
             operator = operator.overloadpacket
-        result = self._draw(operator, args, kwargs) if node["name"] in DRAWING else operator(*args, **kwargs)
+        result = self._draw(node["name"], operator, args, kwargs) if node["name"] in DRAWING else operator(*args, **kwargs)
         if node.get("copy"):
             result = pytree.tree_map(torch.clone, result)
         self.done(node, (args, kwargs), result)
         self._keep(number, tuple(result) if isinstance(result, (list, tuple)) else (result,))
 
-    def _draw(self, operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    def _draw(self, name: str, operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """Call a random operator with the generator of this run."""
-        if operator is not torch.ops.aten.native_dropout.default:
+        check_parameters(name, args[1] if name == "aten.bernoulli_.Tensor" else args[0])
+        if name != "aten.native_dropout.default":
             return operator(*args, **kwargs, generator=self.generator)
         if self.generator is None or args[2] is False:
             return operator(*args, **kwargs)

@@ -203,7 +203,7 @@ class Block:
             return scope
         around: types.FrameType | None = frame
         while around is not None and not is_function(around):
-            # the variables of a class body lack those of the enclosing function, which is its caller
+            # The variables of a class body lack those of the enclosing function, which is its caller.
             wanted = set(around.f_code.co_freevars).intersection(cells) - dict(scope.items()).keys()
             around = around.f_back
             if not wanted or around is None:

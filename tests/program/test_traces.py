@@ -323,13 +323,13 @@ PROGRAMS = [{"program": True}, {"remote": "local"}]
 
 
 def _agree(model: NNsight, x: torch.Tensor, block: Any, how: dict[str, Any]) -> None:
-    """Compare what ``block(model, tracer)`` saves with a trace that records no program."""
+    """Compare what ``block(model)`` saves with a trace that records no program."""
     found = []
     for options in ({}, how):
-        with model.trace(x.clone(), **options) as tracer:
-            saved = nnsight.save(block(model, tracer))
-        found.append([*saved, tracer.report.mode])
-    torch.testing.assert_close(found[1][:-1], found[0][:-1])
+        with model.trace(x.clone(), **options):
+            saved = nnsight.save(block(model))
+        found.append([*saved])
+    torch.testing.assert_close(found[1], found[0])
 
 
 @pytest.mark.parametrize("how", PROGRAMS, ids=str)
@@ -339,7 +339,7 @@ def test_a_block_sees_what_the_edits_of_the_model_left(how: dict[str, Any], wher
     with model.edit() as edited:
         setattr(edited[1], where, getattr(edited[1], where) * 3.0)
 
-    def block(model: Any, tracer: Any) -> Any:
+    def block(model: Any) -> Any:
         seen = getattr(model[1], where).clone()
         getattr(model[1], where)[:, :2] *= 0.5
         return [seen, model.output]
@@ -353,7 +353,7 @@ def test_calls_are_recorded_while_another_block_waits_with_a_replacement(how: di
     with model.edit() as edited:
         edited[2].output = edited[0].output * 2.0
 
-    def block(model: Any, tracer: Any) -> Any:
+    def block(model: Any) -> Any:
         hidden = model[0].output
         hidden[:, :2].mul_(0.5)
         model[3].output = hidden * 3.0
@@ -380,7 +380,7 @@ def test_blocks_that_read_the_same_tensor_at_two_locations(how: dict[str, Any]) 
         edited[0].input = edited[0].input + factor
         edited[1].output = edited[1].input.flip(1) * factor
 
-    def block(model: Any, tracer: Any) -> Any:
+    def block(model: Any) -> Any:
         hidden = model[0].input
         model[2].input  # noqa: B018 - the program does not need it
         return [hidden.flip(0) * factor, model[2].weight + factor, model.output]
@@ -394,7 +394,7 @@ def test_a_value_is_used_after_the_model_has_edited_it(how: dict[str, Any], edit
     """Also if the program does not need the location at which the block waits meanwhile."""
     model, x = NNsight(nn.Sequential(nn.Linear(6, 6), nn.ReLU(inplace=True), nn.Linear(6, 6))), torch.randn(3, 6)
 
-    def block(model: Any, tracer: Any) -> Any:
+    def block(model: Any) -> Any:
         hidden = model[0].output
         early = hidden * 1.0
         if edits:
@@ -414,7 +414,7 @@ def test_a_block_uses_a_value_after_another_has_edited_it(how: dict[str, Any]) -
         edited[2].output  # noqa: B018
         edited[2].output = hidden * 1.5
 
-    def block(model: Any, tracer: Any) -> Any:
+    def block(model: Any) -> Any:
         model[1].output[:, :2].mul_(0.5)
         return [model.output]
 

@@ -113,9 +113,10 @@ def _is_inside(place: Any, whole: Any) -> bool:
 def error_on_values(
     event: Call, references: Sequence[Reference], fakes: Sequence[torch.Tensor], failure: Exception
 ) -> tuple[bool, Exception | None]:
-    """Return whether a call that raises ``failure`` on fakes could be tried on zeros, and the error that it raised, if any.
+    """Return whether it is known how a call that raises ``failure`` on fakes ends, and its error, if any. The call is tried on zeros.
 
-    A call on another device is tried on the CPU: a kernel that fails on a GPU can make the GPU unusable for the process.
+    A call on another device is tried on the CPU: a kernel that fails on a GPU can make the GPU unusable for the process. A call on several
+    devices needs no trial.
     """
     devices = list(dict.fromkeys(str(fake.device) for fake in fakes if fake.dim()))
     if len(devices) > 1 and "device" in str(failure).lower():  # the words of fakes do not say what is wrong
@@ -133,10 +134,8 @@ def is_possible(event: Call, references: Sequence[Reference], fakes: Sequence[to
     """Whether a call that fakes accept has a kernel for its arguments; ``True`` where a trial on zeros and ones cannot tell."""
     name = getattr(event.function, "__name__", "").partition(".")[0]
     overlaps = edits_in_place(event.function) and isinstance(result, torch.Tensor) and 0 in result.stride()
-    if is_custom(event.function):  # it may have side effects
-        return True
-    if any(fake.device.type != "cpu" or fake.numel() > _LARGEST for fake in fakes):
-        return True
+    if is_custom(event.function) or any(fake.device.type != "cpu" or fake.numel() > _LARGEST for fake in fakes):
+        return True  # a custom operator may have side effects
     fails = is_failing(name) and not edits_in_place(event.function)  # zeros and ones may be invalid values for it
     if (fails or name in _INDEXING) and not overlaps:
         return True

@@ -122,8 +122,8 @@ class Program:
 
         Inputs with one name become one input if their values are equal. Otherwise the input of ``other`` is renamed, as to ``alpha_2``.
 
-        The model can pass one tensor on from a location to the next, such as from ``h[0].output`` to ``h[1].input``. A program that reads
-        both uses the tensor of the later one for both, so do not combine it with a program that replaces the tensor in between.
+        The model can pass one tensor on from a location to the next, such as from ``h[0].output`` to ``h[1].input``. If a program reads it
+        at both and then edits it in place, both have the edit. Do not combine such a program with one that replaces the tensor in between.
 
         Raises:
             ValueError: If one program is for ``trace`` and the other for ``generate``, or if both save a value under the same name.

@@ -52,10 +52,10 @@ class RecordingInterleaver(compat.Interleaver):
         def seen(value: Any) -> None:
             assert self.at is not None
             site, at = self.at
-            with recorder.turn_of(OBSERVERS), recorder.own_references(value):
+            with recorder.turn_of(OBSERVERS):
                 visit = recorder.begin_visit(None, site, at, value)
-                observer(value if group is None else group.narrow(value, site, at))
-                recorder.end_visit(visit, value)
+                observer(visit.given if group is None else group.narrow(visit.given, site, at))
+                recorder.end_visit(visit, visit.given)
 
         whole: Any = types.SimpleNamespace(batch_group=None)
         super().observe(location, seen, whole)
@@ -80,9 +80,9 @@ class RecordingMediator(compat.Mediator):
         try:
             with recorder.turn_of(recorder.number_of(self)):
                 visit = recorder.begin_visit(self, location, occurrence, value)
-                left = super().visit(location, occurrence, value)
+                left = super().visit(location, occurrence, visit.given)
                 position_of_block.set(self._position)
-                recorder.end_visit(visit, left)
+                left = recorder.end_visit(visit, left)
                 if self.stopped:
                     recorder.stop()
                 return left

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,18 +17,18 @@ from ...fx.effects import RANDOM
 from ...fx.recording.functions import DEMANDS, DRAWN_LIKE, METADATA, READ_AS, edits_in_place, is_numpy_scalar
 from ...modeling.scanning import fake_mode
 from ...runtime.rows.fakes import result_of_size
-from ..format.errors import NotExpressibleError
 from ..format.nodes import Node, why_not, write_argument
 from ..format.operators import NAMES, is_in_place, is_view
 from ..format.sizes import SIZE_METHODS, Shape, plain
 from ..run.fake_runs import FakeModel
 from .demands import NEEDS_VALUES, VALUES, Cuts, NoOperatorError
+from .in_place import InPlaceEdits
 from .indexing import with_bounds
 from .inputs import edited_by
-from .memory import OwnTensors, share_memory, stretch
+from .memory import OwnTensors, share_memory
 from .printing import Prints
 from .recorded_gradients import Gradients
-from .refusals import WITHOUT_SIZE, here, position, refused, why_demand
+from .refusals import WITHOUT_SIZE, position, refused, why_demand
 from .size_reads import SizeReads, unseen
 from .visits import References, Visit
 
@@ -55,7 +54,7 @@ class NodeRecorder(SizeReads):
         tensors: Inputs of the model, and the blocks' own tensors that became constants, by name.
         block: Number of the block whose turn it is, or ``None``.
         model: The model with fake tensors, from the first run on.
-        gradients, prints: Record backward passes and prints.
+        gradients, prints, edits: Record backward passes, prints and in-place edits.
         cuts: Gets the values that blocks need.
         moves: Number of times that a visit began or ended. In between, the model may change values.
     """
@@ -75,6 +74,7 @@ class NodeRecorder(SizeReads):
         self.gradients = Gradients(self)
         self.prints = Prints(self)
         self.own = OwnTensors(self)
+        self.edits = InPlaceEdits(self)
         self._for_other_inputs = for_other_inputs
         self.runs_again = for_other_inputs  # whether the program may run several times; `_for_other_inputs` is set for each generation, too
         self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of recorded sizes
@@ -85,10 +85,7 @@ class NodeRecorder(SizeReads):
         self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, fake)
         self._visits: list[Visit] = []  # visits that have not ended
         self.moves = 0
-        self._storages: dict[int, StorageWeakRef] = {}  # memory of the tensor of each `read`
         self._unknown: Any = None  # the `ShapeEnv` of sizes that depend on values
-        self._copied: dict[int, torch.Tensor] = {}  # node of a copy -> the tensor that it would be a view of for other sizes
-        self._stale: dict[int, list[tuple[int, int, str]]] = {}  # root -> bytes that were edited through another copy, and an error
 
     # -- nodes -----------------------------------------------------------------------------------------------------
 
@@ -115,16 +112,8 @@ class NodeRecorder(SizeReads):
                 "The block uses a tensor that it neither got at a location of the model nor made itself, such as the content of a cache. "
                 "Read the module that produces it."
             )
-        self._check_fresh(tensor)
+        self.edits.check_fresh(tensor)
         return {"ref": list(self._refs.for_block(tensor))}
-
-    def _check_fresh(self, tensor: torch.Tensor) -> None:
-        """Raise an error if the memory of ``tensor`` was edited through the copy of another ``read``."""
-        edits = self._stale.get(self._roots[self._refs[tensor][0]], ())
-        low, high = stretch(tensor) if edits else (0, 0)
-        for start, end, message in edits:
-            if start < high and low < end:
-                raise NotExpressibleError(message)
 
     @unseen
     def substitute(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -365,6 +354,8 @@ class NodeRecorder(SizeReads):
         kwargs = {key: self._substituted(item) for key, item in kwargs.items()}
         operator = _REPLACED_BY.get(operator, operator)
         name = NAMES.get(operator)
+        if name is not None and is_in_place(name):
+            self.edits.edit(args[0])
         if name is None:
             why = why_not("aten." + str(operator).removeprefix("aten."))
             message = f"{why[0].upper()}{why[1:]}."
@@ -379,15 +370,13 @@ class NodeRecorder(SizeReads):
             raise refused(f"`{name}` has an argument that cannot be sent: {error}.") from error
         if self._for_other_inputs:
             self._look_for_torch(name, args)
-        if is_in_place(name):
-            self._edit(args[0])
         result = self._on_fakes(operator, args, kwargs, is_view(name))
         root = self._roots[self._refs[args[0]][0]] if is_view(name) or is_in_place(name) else None
         lent = root is not None and self.nodes[root]["do"] != "op"  # the program does not own the memory
         copied = lent and is_view(name) and not share_memory(args[0], result)
         number = self.emit("op", None if copied else root, name=name, args=written, **({"kwargs": named} if named else {}))
         if copied:
-            self._copied[number] = args[0]
+            self.edits.copies[number] = args[0]
         if not is_in_place(name):
             for output, tensor in enumerate(result if isinstance(result, (list, tuple)) else [result]):
                 if isinstance(tensor, torch.Tensor):
@@ -403,44 +392,6 @@ class NodeRecorder(SizeReads):
         if result is args[0] and may_be_view:  # a new object: the node stands for another value, which may be a copy for other sizes
             return torch.ops.aten.alias.default(result)
         return result
-
-    def _edit(self, tensor: torch.Tensor) -> None:
-        """Note that a tensor is edited in place, or refuse the edit."""
-        self.reference(tensor)
-        root = self._roots[self._refs[tensor][0]]
-        node = self.nodes[root]
-        if node["do"] in ("const", "weight"):
-            what = "a weight" if node["do"] == "weight" else "a tensor that is from outside, or that has views,"
-            raise refused(
-                f"The block edits {what} in place with values of the model. `.clone()` it first, or write `t[0] = t[0] + x` instead of "
-                "`t[0] += x`."
-            )
-        if root in self._copied:  # for other sizes it is a view, and the edit would reach its base
-            node["copy"] = True
-            self._look_all(self._copied[root])
-        if node["do"] == "apply":
-            if node.get("shares"):
-                raise refused(f"`{node['module']}` returns a tensor that shares memory with its arguments or weights. `.clone()` it first.")
-            node["copy"] = True
-        if node["do"] != "read":
-            return
-        visit = next((visit for visit in reversed(self._visits) if root in visit.reads.values()), None)
-        if visit is None:
-            raise refused(
-                f"The value of `{node['site']}` is edited in place after the model has gone on from there. Edit it where it is read, or "
-                "`.clone()` it first."
-            )
-        if root not in visit.edited:
-            node["copy"] = True
-            visit.edited.add(root)
-        mine = self._storages[root]
-        for other, storage in self._storages.items():
-            if other != root and storage.cdata == mine.cdata and not storage.expired():
-                message = here(
-                    f"The block edits the value of `{node['site']}` in place, and uses another value that shares memory with it before the "
-                    "model goes on. `.clone()` it first."
-                )
-                self._stale.setdefault(other, []).append((*stretch(tensor), message))
 
 
 @functools.cache

@@ -11,16 +11,15 @@ also becomes a ``write``. The rows of an invoke are selected by ordinary operato
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from ...modeling.generation import Generation
+from ...runtime.batched_containers import is_batched_container
 from ...runtime.interleaver import Interleaver
 from ...runtime.report import Report
 from ...runtime.rows.fakes import quiet_fakes
@@ -255,11 +254,13 @@ class Recorder(NodeRecorder):
 
     @unseen
     def begin_visit(self, mediator: Any, site: str, at: int, value: Any) -> Visit:
-        """Record that a block gets ``value`` at a location. Return the visit, for :meth:`end_visit`."""
+        """Record that a block gets a value at a location. Return the visit, for :meth:`end_visit`; its ``given`` is for the block."""
         structure, loop = structure_of(value), bool(getattr(mediator, "loops", 0))
-        found = places_of(value)
+        given, own = self._own_objects(value)
+        found = places_of(given)
         self.moves += 1
-        visit = Visit(self.block, site, at, loop, structure, [place for place, _ in found], [leaf for _, leaf in found])
+        places, leaves = [place for place, _ in found], [leaf for _, leaf in found]
+        visit = Visit(self.block, site, at, loop, structure, value, given, own, places, leaves)
         if self.runs_again:
             visit.keys = keys_of(value)
             parts: dict[str | None, Any] = {key: value[key] for key, _ in visit.keys} or {None: value}
@@ -269,21 +270,28 @@ class Recorder(NodeRecorder):
                 continue
             number = visit.reads[place] = self.emit("read", **visit.place(place))
             self._refs[leaf] = (number, 0)
-            self._storages[number] = StorageWeakRef(leaf.untyped_storage())
+            self.edits.note_read(number, own.get(id(leaf), leaf))
         self._visits.append(visit)
         return visit
 
-    @contextlib.contextmanager
-    def own_references(self, value: Any) -> Iterator[None]:
-        """Restore the references to the tensors in ``value`` on exit. An observer reads the tensors in a block of its own meanwhile."""
-        before = [(leaf, self._refs[leaf]) for leaf in tensors_at(value) if isinstance(leaf, FakeTensor) and leaf in self._refs]
-        yield
-        for leaf, ref in before:
-            self._refs[leaf] = ref
+    def _own_objects(self, value: Any) -> tuple[Any, dict[int, torch.Tensor]]:
+        """Return ``value`` with new objects in place of the tensors that have a node, and these tensors by ``id`` of the new object.
+
+        In the model that is recorded, the values at two locations can be one tensor. In a run of the program, another block may replace
+        the second one. So each object of the block stands for the value of one visit.
+        """
+        leaves = pytree.tree_leaves(value, is_leaf=is_batched_container)
+        known = [leaf for leaf in leaves if isinstance(leaf, FakeTensor) and leaf in self._refs]
+        if not known:
+            return value, {}
+        with torch._C.DisableTorchFunction():
+            objects = {id(leaf): torch.ops.aten.alias.default(leaf) for leaf in known}
+        given = pytree.tree_map(lambda leaf: objects.get(id(leaf), leaf), value, is_leaf=is_batched_container)
+        return given, {id(objects[id(leaf)]): leaf for leaf in known}
 
     @unseen
-    def end_visit(self, visit: Visit, left: Any) -> None:
-        """Record the value that a block leaves at a location."""
+    def end_visit(self, visit: Visit, left: Any) -> Any:
+        """Record the value that a block leaves at a location. Return it as the model gets it."""
         self.moves += 1
         self._visits.remove(visit)
         leaves = tensors_at(left)
@@ -304,8 +312,8 @@ class Recorder(NodeRecorder):
             if visit.places[number][1] is not None:
                 raise refused(f"A tensor inside a cache at `{visit.site}` is replaced. Edit it in place instead.")
             self.emit("write", **visit.place(number), value=value)
-        for number in [number for number in self._stale if not self.nodes[number].get("copy")]:
-            del self._stale[number]
+        self.edits.end_visit()
+        return visit.for_model(left)
 
     def _write_edits(self, visit: Visit) -> None:
         """Record that the block's in-place edits of tensors from a location are written back to the model's tensors."""

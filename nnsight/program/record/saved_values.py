@@ -85,5 +85,5 @@ def _saved_tensor(recorder: Recorder, name: str, value: torch.Tensor) -> Any:
         )
     if not is_own:  # the user's own tensor remains the saved object
         recorder._refs[value] = ref
-    recorder._check_fresh(fake)
+    recorder.edits.check_fresh(fake)
     return {"ref": list(ref)}

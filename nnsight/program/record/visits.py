@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ...runtime.batched_containers import is_batched_container
+from ..run.occurrences import tensors_at
 
 
 class References:
@@ -69,6 +74,9 @@ class Visit:
     at: int
     loop: bool  # whether the block waits in a loop over occurrences
     structure: Any  # the nesting of the value
+    passed: Any  # the value in the model
+    given: Any  # the value for the block
+    own: dict[int, torch.Tensor]  # the model's tensors for which the block gets objects of its own, by `id` of the object
     places: list[tuple[int, int | None]]  # number of each leaf, and number inside it if the leaf is a cache
     leaves: list[Any]
     reads: dict[int, int] = field(default_factory=dict)  # the `read` node of each leaf
@@ -89,3 +97,18 @@ class Visit:
         if inside is not None:
             said["inside"] = inside
         return {**said, "loop": True} if self.loop else said
+
+    def for_model(self, left: Any) -> Any:
+        """Return the value that the block leaves, with the model's tensors in place of the block's own objects."""
+        if not self.own:
+            return left
+        if left is self.given and all(map(operator.is_, tensors_at(left), self.leaves)):
+            return self.passed
+        return pytree.tree_map(lambda leaf: self.own.get(id(leaf), leaf), left, is_leaf=is_batched_container)
+
+    def reads_of_known(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield each ``read`` of a tensor that blocks knew before the visit, with the model's tensor."""
+        for number, read in self.reads.items():
+            known = self.own.get(id(self.leaves[number]))
+            if known is not None:
+                yield read, known

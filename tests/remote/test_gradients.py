@@ -325,6 +325,13 @@ def of_something_before(net: NNsight) -> None:
             gradient = own.grad.save()
 
 
+def asked_whether_it_requires_gradients(net: NNsight) -> None:
+    with net.trace(X, **REMOTE):
+        hidden = net.relu.output
+        if not hidden.requires_grad:
+            hidden.requires_grad_()
+
+
 REFUSED = {
     bare: "bare `.backward",
     nested: "in the block of another",
@@ -334,6 +341,7 @@ REFUSED = {
     by_a_function: "`grad` cannot be sent",
     of_a_weight: "A weight of the model cannot",
     of_something_before: "a tensor of your own",
+    asked_whether_it_requires_gradients: "`requires_grad` depends on the gradients of the run",
 }
 
 
@@ -467,3 +475,17 @@ def test_many_passes_cost_what_they_compute() -> None:
         assert heavy[number]["do"] == "backward"
     with pytest.raises(InvalidProgramError, match="floating point"):
         execute_payload(MODEL, encode(job(*heavy, saves={"x": ref(3)})), LIMITS)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_block_has_the_grad_mode_of_the_trace(net: NNsight, enabled: bool) -> None:
+    with torch.set_grad_enabled(enabled), net.trace(X, **REMOTE):
+        leaf = net.relu.output.detach().requires_grad_()
+        found = [torch.is_grad_enabled(), leaf.requires_grad].save()
+        with torch.no_grad():
+            found.append(torch.is_grad_enabled())
+            with torch.enable_grad():
+                found.append(torch.is_grad_enabled())
+        net.last.output[:] = leaf.sum()
+        found.append(torch.is_grad_enabled())
+    assert found == [enabled, True, False, True, enabled]

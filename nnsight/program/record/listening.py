@@ -69,6 +69,7 @@ class RecordingMediator(compat.Mediator):
     def __init__(self, recorder: Recorder, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._recorder = recorder
+        self._mode_contexts.grad = recorder.gradients.followed  # the model runs without gradients
         if self.batch_group is not None:
             self.batch_group = recorder.gradients.following(self.batch_group)
 

@@ -14,7 +14,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...fx.effects import RANDOM
-from ...fx.recording.functions import DEMANDS, DRAWN_LIKE, METADATA, READ_AS, edits_in_place, is_numpy_scalar
+from ...fx.recording.functions import (
+    ABOUT_GRADIENTS,
+    DEMANDS,
+    DRAWN_LIKE,
+    METADATA,
+    READ_AS,
+    edits_in_place,
+    is_numpy_scalar,
+)
 from ...modeling.scanning import fake_mode
 from ...runtime.rows.fakes import result_of_size
 from ..format.nodes import Node, why_not, write_argument
@@ -234,6 +242,8 @@ class NodeRecorder(SizeReads):
     def _record(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any]) -> Any:
         """Record a call on values of the model or of the program. Return its result on fake tensors."""
         self._called = name, leaves
+        if function in ABOUT_GRADIENTS:
+            return self.gradients.answer(ABOUT_GRADIENTS[function], args[0])
         if name == "requires_grad_":
             return self.gradients.require(self.substitute(args[0]), *args[1:], **kwargs)
         if name in _GRADIENTS:

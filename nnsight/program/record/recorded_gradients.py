@@ -10,21 +10,16 @@ rows of the gradient of the whole tensor.
 
 from __future__ import annotations
 
-import sys
-import types
-import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import grad_mode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...runtime.gradients import check_gradient
 from ...runtime.rows.batching import BatchGroup, View
 from ...tracing import Tracer
-from ...tracing.errors import is_internal
 from ..format.nodes import IN_PASS
 from .refusals import here, refused
 
@@ -39,10 +34,9 @@ class Gradients:
         self._recorder = recorder
         self._rows: Any = WeakIdKeyDictionary()  # rows of an invoke -> (whole tensor, group, where the rows are)
         self._off = ""  # the reason why gradients may be missing
-        self._enabling = 0
         self._counted: set[int | None] = set()  # blocks for which the number of all rows is recorded
         self._modes: dict[int | None, bool] = {}  # whether each block has gradients enabled
-        self._before: Any = weakref.WeakKeyDictionary()  # the mode before each context manager of torch
+        self._requiring: Any = WeakIdKeyDictionary()  # the tensors that the block has called `requires_grad_` on
         self.running = False
         self.followed = True  # whether gradients are enabled where the user opens the trace
         self._latest: Any = (None, None)  # the tensor whose gradient was read or written last, and the gradient
@@ -56,21 +50,13 @@ class Gradients:
             self._off = "the trace is under `torch.no_grad()`"
 
     def set_mode(self, enabled: bool) -> None:
-        """Note that the block enables or disables gradients. Recordings run without gradients, so leaving any context disables them."""
-        context, function = _context_manager(sys._getframe(1))
-        block, now = self._recorder.block, self.enabled
-        if function == "__exit__":
-            self._modes[block] = self._before.pop(context, True)
-        else:
-            if context is not None:
-                self._before.setdefault(context, now)
-            self._modes[block] = enabled
-        if enabled:
-            self._enabling += 1
-        elif self._enabling:
-            self._enabling -= 1
-        else:
-            self.lose("the block uses `torch.no_grad()` before the pass")
+        """Enable or disable gradients for the block."""
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(enabled)
+        if self.followed:
+            self._modes[self._recorder.block] = enabled
+            if not enabled:
+                self.lose("the block uses `torch.no_grad()` before the pass")
 
     @property
     def enabled(self) -> bool:
@@ -89,7 +75,22 @@ class Gradients:
         if self._recorder.nodes[reference["ref"][0]]["do"] == "weight":
             raise refused("A weight of the model cannot be made to require gradients, because other users share it. Use its `.detach()`.")
         self._recorder.emit("requires_grad", value=reference)
+        self._requiring[tensor] = None
         return tensor
+
+    def answer(self, name: str, tensor: torch.Tensor) -> Any:
+        """Return ``requires_grad``, ``is_leaf`` or ``grad_fn`` of a value, or refuse: the fakes of a recording have no gradients."""
+        if name == "requires_grad" and tensor in self._requiring:
+            return True
+        weights = self._recorder.model.weights
+        possible = self._requiring or any(fake.requires_grad for _, fake in weights.values())
+        with torch._C.DisableTorchFunction():
+            if possible and self.followed and not self.running and isinstance(tensor, FakeTensor) and tensor.is_floating_point():
+                raise refused(
+                    f"`{name}` depends on the gradients of the run, which are not known here. `.requires_grad_()` and `.detach()` can be "
+                    "called without asking."
+                )
+            return getattr(tensor, name)
 
     def following(self, group: BatchGroup) -> BatchGroup:
         """Return a group with the same rows, which reports its views to :meth:`note_rows`."""
@@ -241,16 +242,3 @@ class _Group(BatchGroup):
         view = super().view(location, occurrence, whole)
         self.gradients.note_rows(self, view)
         return view
-
-
-def _context_manager(frame: types.FrameType | None) -> tuple[Any, str]:
-    """Return the context manager of torch that sets the grad mode now (or ``None``), and the name of its method."""
-    found: tuple[Any, str] = (None, "")
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename == grad_mode.__file__:
-            found = frame.f_locals.get("self"), code.co_name
-        elif found[1] or not is_internal(code):
-            break
-        frame = frame.f_back
-    return found

@@ -193,12 +193,9 @@ class Mediator:
 
     def _turn(self, switch: Callable[..., Any], *arguments: Any) -> None:
         """Let the block run until it waits or ends; ``switch(*arguments)`` switches to it."""
-        interleaver, worker = self.interleaver, self._greenlet
-        assert interleaver is not None and worker is not None
+        interleaver = self.interleaver
+        assert interleaver is not None
         previous, interleaver.current = interleaver.current, self
-        here = getcurrent()
-        if worker.parent is not here:  # another block called the model
-            worker.parent = here
         try:
             self._go(switch, *arguments)
         finally:
@@ -216,6 +213,10 @@ class Mediator:
 
     def _go(self, switch: Callable[..., Any], *arguments: Any) -> None:
         """Switch to the block and back, and exchange the mode contexts of model and block."""
+        worker, here = self._greenlet, getcurrent()
+        assert worker is not None
+        if worker.parent is not here:  # another block called the model
+            worker.parent = here
         model = self._mode_contexts.begin()
         try:
             switch(*arguments)

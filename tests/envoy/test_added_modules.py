@@ -295,3 +295,22 @@ def test_an_error_in_an_added_module(model: Rows, compile: bool, clean: Any) -> 
     with model.trace(X, compile=compile):
         out = model.output.save()
     assert torch.equal(out, model._module(X))
+
+
+@both
+def test_a_block_that_waits_in_a_hooked_call_of_another_ends_with_the_run(model: Rows, compile: bool) -> None:
+    """It is ended from outside of the block that made the call."""
+    with model.edit() as edited:
+        edited.first.output = edited.sae(edited.first.output, hook=True)
+    with pytest.warns(UserWarning, match="ended"), edited.trace(X, compile=compile) as tracer:
+        seen = [].save()
+        for _ in tracer.iter[:3]:
+            seen.append(edited.sae.output)
+    assert len(seen) == 1
+    with pytest.raises(KeyError, match="own error"), edited.trace(compile=compile) as tracer:
+        with tracer.invoke(X):
+            edited.last.output
+            raise KeyError("own error")
+        with tracer.invoke():
+            edited.sae.output
+            edited.output.save()

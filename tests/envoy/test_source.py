@@ -385,6 +385,46 @@ def test_a_decorated_forward_keeps_its_decorators(model: NNsight, net: Net, x: t
     assert torch.equal(outer, torch.full((2, 3, 4), 0.5))
 
 
+def plainly_louder(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same decorator without ``functools.wraps``."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) * 2.0
+
+    return wrapper
+
+
+def either(function: Callable[..., Any], other: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that picks another function at run time."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if args[1].sum() > 0 else other(*args, **kwargs)
+
+    return wrapper
+
+
+class Plainly(torch.nn.Module):
+    @plainly_louder
+    @plainly_louder
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x)
+
+
+class Either(torch.nn.Module):
+    forward = either(Plainly.forward, Decorated.forward)
+
+
+@both
+def test_a_decorator_without_wraps_is_looked_through(compile: bool) -> None:
+    model, x = NNsight(Plainly(), compile={"backend": "eager"}), torch.ones(2, 3)
+    assert model.source.names == ("torch_tanh_0",)
+    with model.trace(x, compile=compile):
+        model.source.torch_tanh_0.output[:] = 0.25
+        outer = model.output.save()
+    assert torch.equal(outer, torch.full((2, 3), 1.0))
+    assert NNsight(Either()).source.names == ("args_sum_0", "function_0", "other_0")
+
+
 def _weights(layer: Attention, x: torch.Tensor) -> torch.Tensor:
     return scores_of(layer.q(x), layer.k(x), scale=0.5)
 

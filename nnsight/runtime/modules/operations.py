@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import inspect
 import itertools
 import types
 import weakref
@@ -48,9 +49,32 @@ def layers_of(function: Any, what: str) -> list[types.FunctionType]:
         name = getattr(function, "__qualname__", type(function).__name__)
         raise SourceError(f"{what} is {kind} (`{name}`), which has no Python source to look into.")
     layers = [function]
-    while isinstance(inner := getattr(layers[-1], "__wrapped__", None), types.FunctionType):
+    while (inner := _wrapped_by(layers[-1])) is not None:
         layers.append(inner)
     return layers
+
+
+def _wrapped_by(function: types.FunctionType) -> types.FunctionType | None:
+    """Return the function that a decorator has wrapped as ``function``, or None.
+
+    Without ``functools.wraps`` it is the only function in the closure that ``function`` calls, if ``function`` takes any arguments.
+    """
+    wrapped = getattr(function, "__wrapped__", None)
+    if isinstance(wrapped, types.FunctionType):
+        return wrapped
+    code = function.__code__
+    if not (code.co_flags & inspect.CO_VARARGS and code.co_flags & inspect.CO_VARKEYWORDS):
+        return None
+    cells = zip(code.co_freevars, function.__closure__ or (), strict=True)
+    held = {name: cell.cell_contents for name, cell in cells if is_bound(cell) and isinstance(cell.cell_contents, types.FunctionType)}
+    if not held:
+        return None
+    called = {name for operation in listing_of(function).operations.values() if (name := _name_of_callee(operation)) in held}
+    return held[called.pop()] if len(called) == 1 else None
+
+
+def _name_of_callee(operation: Operation) -> str | None:
+    return operation.callee.id if isinstance(operation.callee, ast.Name) else None
 
 
 def _call_of(callee: Any) -> types.FunctionType | None:

@@ -50,6 +50,38 @@ def replacing(model: Any, prompt: str, **where: Any) -> Any:
     return later, out
 
 
+def replacing_by_the_same_size(model: Any, prompt: str, **where: Any) -> Any:
+    with model.trace(prompt, **where):
+        earlier = model.transformer.h[0].output
+        model.transformer.h[1].output = mine(earlier)
+        given = model.transformer.h[2].ln_1.output + 0
+        model.transformer.h[2].mlp.output = given + earlier
+        later = model.transformer.h[2].output.save()
+        out = (model.lm_head.output + 0).save()
+    return later, out
+
+
+def reading_what_was_replaced(model: Any, prompt: str, **where: Any) -> Any:
+    with model.trace(prompt, **where):
+        replaced = mine(model.transformer.h[1].output)
+        model.transformer.h[1].output = replaced
+        given = model.transformer.h[2].input
+        given += 1
+        both = (replaced + given).save()
+        out = (model.lm_head.output + 0).save()
+    return both, out
+
+
+def replacing_rows(model: Any, prompt: str, **where: Any) -> Any:
+    with model.trace(**where) as tracer:
+        with tracer.invoke(prompt):
+            model.transformer.h[1].output = mine(model.transformer.h[1].output)
+            one = model.lm_head.output.save()
+        with tracer.invoke(prompt):
+            two = model.lm_head.output.save()
+    return one, two
+
+
 def skipping(model: Any, prompt: str, **where: Any) -> Any:
     with model.trace(prompt, **where):
         given = mine(model.transformer.h[2].mlp.input)
@@ -95,6 +127,59 @@ def test_a_block_that_changes_what_follows_gets_what_follows(model: Any) -> None
     for block in (replacing, skipping, invoking, stopping):
         runs(block, model, PROMPT)
         assert runs(reading, model, PROMPT) == 0
+
+
+@pytest.mark.parametrize("block", [replacing_by_the_same_size, reading_what_was_replaced, replacing_rows])
+def test_replacements_of_the_same_size_need_no_run(model: Any, block: Callable[..., Any]) -> None:
+    """At the second time the model runs once more without blocks, and then no more."""
+    counted = [runs(block, model, f"{PROMPT} {block.__name__}") for _ in range(4)]  # a length that no other test has
+    again = 1 if block is reading_what_was_replaced else 0  # the model may pass on the replacement or the earlier tensor
+    assert counted[2:] == [again, again]
+
+
+class Parallel(torch.nn.Module):
+    """One tensor is the input of two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.one, self.two = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.one(hidden) + self.two(hidden)
+
+
+def replacing_one_of_two(model: Any, x: torch.Tensor, **where: Any) -> Any:
+    with model.trace(x, **where):
+        replaced = model.one.input * 2
+        model.one.input = replaced
+        other = model.two.input
+        other += 1
+        both = (replaced - other).save()
+        out = (model.output + 0).save()
+    return both, out
+
+
+def test_a_replaced_tensor_that_the_model_also_passes_on() -> None:
+    model, x = NNsight(Parallel()), torch.randn(2, 4)
+    for _ in range(4):
+        runs(replacing_one_of_two, model, x)
+
+
+def replacing_in_each_step(model: Any, prompt: str, **where: Any) -> Any:
+    found = []
+    with model.generate(prompt, max_new_tokens=8, **where) as tracer:
+        for _ in tracer.iter[:8]:
+            model.transformer.h[1].output = mine(model.transformer.h[1].output)
+            found.append(model.lm_head.output[:, -1])
+        ids = tracer.result.save()
+    return found, ids
+
+
+def test_a_generation_that_replaces_values_in_each_step_runs_few_steps(model: Any) -> None:
+    before = counts["fake_steps"]
+    runs(replacing_in_each_step, model, PROMPT)
+    assert counts["fake_steps"] - before == 2 * 5  # the first three, and two of them without blocks; for the client, and for the server
 
 
 def test_lists_that_wait_for_several_results_get_each_its_own(model: Any) -> None:
@@ -219,7 +304,7 @@ def in_two_rows(model: Any, prompt: Any, **where: Any) -> Any:
     return first, ids
 
 
-GENERATIONS = {steered: 3, replacing_once: 4, skipping_twice: 5, reading_what_grows: 5, in_two_rows: 3}
+GENERATIONS = {steered: 3, replacing_once: 3, skipping_twice: 5, reading_what_grows: 5, in_two_rows: 3}
 
 
 @pytest.mark.parametrize("block", GENERATIONS, ids=lambda block: block.__name__)

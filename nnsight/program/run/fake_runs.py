@@ -93,7 +93,9 @@ class FakeModel:
             if isinstance(fake, FakeTensor):
                 self.weights.setdefault(id(original), (name, fake))
                 self.by_name[name] = fake
-        self._known: OrderedDict[Any, tuple[list[Occurrence], int]] = OrderedDict()
+        #: For each kind of input, the occurrences (``None`` if they cannot be offered) and the operations of the model; ``None`` if blocks
+        #: have replaced values in the first run, so that a run without blocks would be needed to know the occurrences.
+        self._known: OrderedDict[Any, tuple[list[Occurrence] | None, int] | None] = OrderedDict()
         self._storages = frozenset(self.storages())
         self._pristine = describe(self.by_path.values())
 
@@ -140,27 +142,35 @@ class FakeModel:
                 key = tree.opened, costs is None, key_of((args, kwargs))
         fresh = FreshFakes(self._storages)
 
-        def call(seen: list[Callable[[Any], Any]]) -> Any:
+        def call(seen: list[Callable[[Any], Any]], run: Interleaver | None = interleaver) -> Any:
             counts["fake_runs"] += 1
             self._called = True
             start = 0 if costs is None else costs.of_model
             given, named = (self.faked(value) for value in (args, kwargs))
             with tree.intercept(self.by_path):
-                output, occurrences = observed(interleaver, seen, lambda: self.root(*given, **named))
-            if occurrences is not None and key is not None:
-                self._known[key] = occurrences, 0 if costs is None else costs.of_model - start
-                while len(self._known) > _KEPT:
-                    self._known.popitem(last=False)
-            return output
+                made = observed(lambda: self.root(*given, **named), run, seen, fresh)
+            if key is not None and made.occurrences is not None:
+                self._known[key] = made.occurrences, 0 if costs is None else costs.of_model - start
+            elif key is not None and made.alike:
+                self._known.setdefault(key, None)
+            while len(self._known) > _KEPT:
+                self._known.popitem(last=False)
+            return made.output
 
-        known = self._known.get(key)
-        if known is None:
+        if key not in self._known:
             return call([])
-        whole, output = replay(known[0], interleaver, fresh, call)
+        if self._known[key] is None:
+            self._known[key] = None, 0
+            with contextlib.nullcontext() if costs is None else costs.apart():
+                call([], None)
+        occurrences, flops = self._known[key] or (None, 0)
+        if occurrences is None:
+            return call([])
+        whole, output = replay(occurrences, interleaver, fresh, call)
         if whole:
             counts["replays"] += 1
             if costs is not None:
-                costs.add(known[1], of_model=True)
+                costs.add(flops, of_model=True)
         return output
 
     def _generate(self, tree: ModuleTree, interleaver: Interleaver, args: Any, kwargs: Any, costs: Costs | None) -> Any:

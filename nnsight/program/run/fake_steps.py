@@ -3,12 +3,14 @@
 After the first step, each step decodes one token for each row. The values at the locations have the same sizes in each of these steps,
 apart from values that grow with the cache. So two steps run and are compared. Values with equal sizes in both are offered again in later
 steps, without running the model (:mod:`~nnsight.program.run.occurrences`). The model runs a step if a block asks for a value of another
-size, replaces a value, or skips a module. The cache grows in each step, whether the model runs or not. Growth is simulated for
-``DynamicCache`` only; with any other cache, the model runs in each step.
+size, replaces a value by one of another size, or skips a module. If blocks replace values in the two steps, both run once more without
+blocks. The cache grows in each step, whether the model runs or not. Growth is simulated for ``DynamicCache`` only; with any other cache,
+the model runs in each step.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ...runtime.batched_containers import is_batched_container
 from ...runtime.interleaver import Interleaver
 from ..counts import counts
-from .occurrences import FreshFakes, Occurrence, observed, replay
+from .occurrences import FreshFakes, Occurrence, copied, observed, replay
 
 if TYPE_CHECKING:
     from .costs import Costs
@@ -65,7 +67,7 @@ class FakeSteps:
         ran: list[Any] = []
 
         def go_on(seen: list[Callable[[Any], Any]]) -> Any:
-            ran.append(observed(self._interleaver, seen, functools.partial(self._forward, *args, **kwargs))[0])
+            ran.append(observed(functools.partial(self._forward, *args, **kwargs), self._interleaver, seen, fresh).output)
 
         if not replay(self._common, self._interleaver, fresh, go_on)[0]:
             return ran[0]
@@ -83,10 +85,17 @@ class FakeSteps:
     def _compared(self, args: Any, kwargs: Any) -> Any:
         """Run a step, and keep its occurrences, output and number of operations."""
         start = 0 if self._costs is None else self._costs.of_model
-        output, occurrences = observed(self._interleaver, [], functools.partial(self._forward, *args, **kwargs))
-        self._known.append(occurrences)
-        self._outputs.append(output)
+        same_args, same_kwargs = pytree.tree_map(
+            lambda leaf: copied(leaf) if is_batched_container(leaf) else leaf, (args, kwargs), is_leaf=is_batched_container
+        )
+        made = observed(functools.partial(self._forward, *args, **kwargs), self._interleaver)
         self._flops.append(0 if self._costs is None else self._costs.of_model - start)
+        output = made.output
+        if made.occurrences is None and made.alike:
+            with contextlib.nullcontext() if self._costs is None else self._costs.apart():
+                made = observed(functools.partial(self._forward, *same_args, **same_kwargs))
+        self._known.append(made.occurrences)
+        self._outputs.append(made.output)
         return output
 
     def _found(self) -> list[Occurrence] | None:

@@ -156,6 +156,9 @@ def check_root(module: Any, path: Any, interleaver: Any, parent: Any) -> None:
     if not isinstance(path, str) or not path or not all(part.isidentifier() or part.isdecimal() for part in path.split(".")):
         raise TypeError(f"path= must be a dotted name with which locations begin, such as 'model'; got {path!r}.")
     if interleaver is not None:
-        raise TypeError("interleaver= must be None: each run has an interleaver of its own.")
+        raise TypeError(
+            "interleaver= must be None: each run has an interleaver of its own. To add a module to a model, set it as an attribute: "
+            "`self.extra = module`."
+        )
     if parent is not None:
         raise TypeError("parent= must be None: to add a module below another, set it as an attribute: `model.layer.adapter = module`.")

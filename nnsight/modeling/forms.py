@@ -36,7 +36,7 @@ def by_name(inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     if all(given.get(name) is None for name in ("input_ids", *_INSTEAD_OF_IDS)):
         if inputs:
             raise TypeError(f"The input is {describe(inputs[0])} without `input_ids`. Pass {FORMS}.")
-        raise ValueError(f"The model did not execute: it was given no input. Pass {FORMS}.")
+        raise ValueError(f"The model did not execute: it was given no input, and a trace needs an input. Pass {FORMS}.")
     return given
 
 

@@ -91,11 +91,8 @@ class ScanningDriver:
                 with guesses, modules.intercept(by_path):
                     return self._call(copies[modules.root], args, kwargs)
             except Exception as error:
-                if guesses.made and error is not interleaver.failure:
-                    error.add_note(
-                        "A scan has sizes but no values. The model read values before this error, and got guesses. If sizes in the "
-                        "model depend on values of the input, it cannot be scanned: use a trace."
-                    )
+                if error is not interleaver.failure:
+                    guesses.explain(error, "A scan")
                 raise
             finally:
                 modules.fakes = seen

@@ -75,7 +75,7 @@ def loop_ended_message(location: str, occurrence: int) -> str:
 def never_reached_message(location: str, occurrence: int, calls: int, visited: str | None, stopped: bool = False) -> str:
     """Explain a request that was still waiting when the model had finished, after ``calls`` occurrences of its location."""
     if location.startswith("barrier("):
-        cause = "not every participating block called it, and it opens only when all of them have"
+        cause = "the barrier was never reached by every block, and it opens only when all of them have called it"
     elif location.endswith(".grad"):
         cause = (
             "the backward pass had passed this tensor, or does not reach it. Gradients come in the reverse order of the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import CONFIG
 from ..tracing import Block, Tracer
+from ..tracing.errors import user_position_now
 from .interleaver import Interleaver, active_interleaver
 
 if TYPE_CHECKING:
@@ -78,6 +80,9 @@ class JoinsInputs:
         rows = getattr(type(self), "_batch_size", None)
         if rows is None:
             return None
+        if len(inputs) > 1 and hasattr(type(self), "_batcher_class"):
+            message = f"`{type(self).__name__}._batcher_class` has no effect: nnsight finds the rows of each invoke in each value."
+            warnings.warn_explicit(message, UserWarning, *user_position_now())
         sizes = [rows(self, *args, **kwargs) for args, kwargs in inputs]
         if len(inputs) > 1 and 0 in sizes:
             raise ValueError(
@@ -101,7 +106,7 @@ class JoinsInputs:
             The joined arguments ``(args, kwargs)`` and the number of rows of this invoke.
         """
         raise NotImplementedError(
-            f"Batching is not implemented for {type(self).__name__}: it cannot join the inputs of several invokes. Use one invoke with "
+            f"{type(self).__name__} does not support batching: it cannot join the inputs of several invokes. Use one invoke with "
             "input (any number of invokes without input can follow it), or define `_prepare_input` and `_batch` in a subclass."
         )
 

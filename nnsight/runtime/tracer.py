@@ -349,8 +349,9 @@ class InterleavingTracer(RunControls, Tracer):
             return self._join(model, with_input, {name: value for name, value in kwargs.items() if name not in names})
         if not args and not kwargs:
             raise ValueError(
-                "The model did not execute: trace() was given no input. Cannot access values outside of interleaving: pass "
-                "an input, as in `model.trace(x)`, or open an invoke with one, `with tracer.invoke(x):`, inside the block."
+                "The model did not execute: trace() was given no input, and a trace needs an input. Cannot access values outside "
+                "of interleaving: pass an input, as in `model.trace(x)`, or open an invoke with one, `with tracer.invoke(x):`, inside "
+                "the block."
             )
         args, kwargs = model._prepare_input(*args, **kwargs)[:2]
         return (args, kwargs), {}

@@ -379,7 +379,7 @@ def invokes_after_the_trace(case: Case) -> None:
         pass
 
 
-@mistake(OutOfOrderError, "barrier(3)", "not every participating block called it")
+@mistake(OutOfOrderError, "barrier(3)", "never reached by every block")
 def makes_a_barrier_of_too_many(case: Case) -> None:
     with case.trace() as tracer:
         barrier = tracer.barrier(3)

@@ -309,8 +309,8 @@ def test_a_block_that_waits_in_a_hooked_call_of_another_ends_with_the_run(model:
     assert len(seen) == 1
     with pytest.raises(KeyError, match="own error"), edited.trace(compile=compile) as tracer:
         with tracer.invoke(X):
-            edited.last.output
+            edited.last.output.save()
             raise KeyError("own error")
         with tracer.invoke():
-            edited.sae.output
+            edited.sae.output.save()
             edited.output.save()

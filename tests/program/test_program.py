@@ -119,6 +119,20 @@ def test_a_program_shows_what_it_does_and_has_no_inputs(steering: Program) -> No
     assert "read model.transformer.h.1.output" in shown and "aten.add_.Tensor" in shown and "save logits" in shown
 
 
+class Routed(torch.nn.Module):
+    """Splits its input into parts whose sizes depend on values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(torch.split(x.flatten(), (x > 0).sum(1).tolist()))
+
+
+def test_a_model_whose_sizes_depend_on_values_is_not_recorded_and_says_why() -> None:
+    model = NNsight(Routed())
+    with pytest.raises(RuntimeError, match="split_sizes") as caught, model.trace(torch.ones(2, 3), program=True):
+        model.output.save()
+    assert "A recording of a program has sizes but no values" in caught.value.__notes__[0]
+
+
 def test_a_program_is_drawn_by_graphviz(steering: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ImportError, match="graphviz"):

@@ -13,7 +13,7 @@ import nnsight
 from nnsight import CONFIG, NNsight
 from nnsight.runtime import OutOfOrderError
 
-from ..conftest import Hooks, Rows, agree, assert_no_instrumentation, both, same
+from ..conftest import Hooks, Rows, agree, assert_no_instrumentation, both, close, same
 
 
 @pytest.fixture
@@ -194,7 +194,7 @@ def test_the_variable_of_a_loop_inside_another_block_is_the_one_of_its_turn(
                     with tracer.invoke(a):
                         outs.append(model[2].output + model._module[: turn + 1](a))
     net = model._module
-    same(outs, [net(a) + net[: turn + 1](a) for turn in turns])
+    close(outs, [net(a) + net[: turn + 1](a) for turn in turns])  # the rows are computed together with others
 
 
 @pytest.mark.parametrize("where", ["outside", "inside"])
@@ -397,8 +397,8 @@ def test_what_lies_behind_a_stop_is_out_of_order(model: Rows, a: torch.Tensor, b
                 except OutOfOrderError:
                     caught.append(hidden * 2)
                     hidden.save()
-        same(caught[0], model._module[0](b) * 2)
-        same(hidden, model._module[0](b))
+        close(caught[0], model._module[0](b) * 2)
+        close(hidden, model._module[0](b))
     with pytest.warns(UserWarning, match=r"model\.0\.output\.i1"):
         with model.trace(compile=compile) as tracer:
             with tracer.invoke(a):
@@ -479,6 +479,20 @@ def test_a_single_input_joined_at_once(compile: bool) -> None:
         shape = nnsight.save(model.output.shape)
     assert shape == (2, 3)
     assert torch.equal(model.trace([[1.0, 2.0]], trace=False), out)
+
+
+def test_a_batcher_class_is_reported_to_have_no_effect() -> None:
+    class Own(AtOnce):
+        _batcher_class = object
+
+    model = Own(torch.nn.Linear(2, 3))
+    with pytest.warns(UserWarning, match="`Own._batcher_class` has no effect") as caught, model.trace() as tracer:
+        with tracer.invoke([[1.0, 2.0]]):
+            one = model.output.save()
+        with tracer.invoke([[3.0, 4.0]]):
+            pass
+    assert len(one) == 1
+    assert caught[0].filename == __file__
 
 
 def test_an_input_without_rows_among_those_joined_at_once() -> None:

@@ -165,7 +165,12 @@ class Recorder(NodeRecorder):
             report.mode = "remote"
             self.arguments = args, kwargs
             note(args, kwargs)
-            return self.model.run(modules, interleaver, call, args, kwargs)
+            try:
+                return self.model.run(modules, interleaver, call, args, kwargs)
+            except Exception as error:
+                if error is not interleaver.failure:
+                    operators.explain(error, "A recording of a program")
+                raise
 
         self.gradients.begin_run()
         self.report = tracer.report
@@ -173,13 +178,14 @@ class Recorder(NodeRecorder):
         self.runs.append({"call": call, "args": {"list": []}, "kwargs": {"dict": []}})
         with quiet_fakes:
             self.model = fake_model_of(modules)
+        operators = OperatorMode(self)
         with torch.no_grad(), quiet_fakes, tolist_as_one_call, self.mode:
             tracer._call = (drive, PreparedRun(model), args, kwargs)
             tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
             tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
             self.running = True
             try:
-                with OperatorMode(self), self, self.checked_functions(), captured_output(self.prints):
+                with operators, self, self.checked_functions(), captured_output(self.prints):
                     run()
             finally:
                 del tracer.make_mediator, tracer.make_interleaver

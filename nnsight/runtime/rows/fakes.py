@@ -67,6 +67,14 @@ class Guesses(TorchDispatchMode):
         super().__init__()
         self.made = 0  # number of answers so far
 
+    def explain(self, error: Exception, what: str) -> None:
+        """Add to an error of the model that it got guesses before. ``what`` is what the user has asked for, such as "A scan"."""
+        if self.made:
+            error.add_note(
+                f"{what} has sizes but no values. The model read values before this error, and got guesses. If sizes in the model "
+                "depend on values of the input, use a trace that runs here, without `program=`, `remote=` and scans."
+            )
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         try:
             if func is torch.ops.aten._grouped_mm.default and args[0].dtype != torch.bfloat16:  # torch's fake kernel refuses it

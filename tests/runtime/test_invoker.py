@@ -407,10 +407,8 @@ def test_what_lies_behind_a_stop_is_out_of_order(model: Rows, a: torch.Tensor, b
             with tracer.invoke(b):
                 for step in tracer.iter[:2]:
                     kept = (model[0].output * (step + 1)).save()
-    same(kept, model._module[0](b))
+    close(kept, model._module[0](b))
     assert_no_instrumentation(model._module)
-
-
 
 
 # -- inputs -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..format.errors import NotExpressibleError
 from ..format.trees import references, with_references
@@ -29,13 +28,15 @@ class InPlaceEdits:
 
     def __init__(self, recorder: NodeRecorder) -> None:
         self._recorder = recorder
-        self._read: dict[int, tuple[torch.Tensor, StorageWeakRef]] = {}  # the model's tensor of each `read`, and its memory
+        self._read: dict[int, torch.Tensor] = {}  # the model's tensor of each `read`
+        self._reads_of: dict[int, list[int]] = {}  # the `read` nodes of each storage
         self._stale: dict[int, list[tuple[int, int, str]]] = {}  # root -> bytes that were edited through another copy, and an error
         self.copies: dict[int, torch.Tensor] = {}
 
     def note_read(self, number: int, tensor: torch.Tensor) -> None:
         """Note that node ``number`` is a ``read`` of the model's ``tensor``."""
-        self._read[number] = tensor, StorageWeakRef(tensor.untyped_storage())
+        self._read[number] = tensor
+        self._reads_of.setdefault(tensor.untyped_storage()._cdata, []).append(number)
 
     def end_visit(self) -> None:
         """Note that the edits of a visit have been written to the model's tensors."""
@@ -81,9 +82,8 @@ class InPlaceEdits:
         if root not in visit.edited:
             node["copy"] = True
             visit.edited.add(root)
-        mine = self._read[root][1]
-        for other, (_, storage) in self._read.items():
-            if other != root and storage.cdata == mine.cdata and not storage.expired():
+        for other in self._reads_of[self._read[root].untyped_storage()._cdata]:
+            if other != root:
                 message = here(
                     f"The block edits the value of `{node['site']}` in place, and uses another value that shares memory with it before the "
                     "model goes on. `.clone()` it first."
@@ -100,7 +100,7 @@ class InPlaceEdits:
         visit = next((visit for visit in reversed(recorder._visits) if visit.block == recorder.block), None)
         for read, tensor in () if visit is None else visit.reads_of_known():
             found = recorder._refs.own.items()
-            alike = [(fake, ref) for fake, ref in found if fake is tensor or self._read.get(ref[0], (None,))[0] is tensor]
+            alike = [(fake, ref) for fake, ref in found if fake is tensor or self._read.get(ref[0]) is tensor]
             older = {ref for _, ref in alike if ref[0] != read}
             if root == read or root in {recorder._roots[number] for number, _ in older}:
                 self._join(read, older)

@@ -59,6 +59,8 @@ PATHS = [
     ("nnsight.intervention.backends.execution", "ExecutionBackend", "nnsight.tracing"),
     ("nnsight.intervention.tracing.base", "Tracer", "nnsight.tracing"),
     ("nnsight.intervention.tracing.tracer", "InterleavingTracer", "nnsight.runtime.tracer"),
+    ("nnsight.intervention.tracing.tracer", "Barrier", "nnsight.runtime.invoker"),
+    ("nnsight.intervention.tracing.tracer", "Cache", "nnsight.runtime.cache"),
     ("nnsight.intervention.tracing.tracer", "ScanningTracer", "nnsight.modeling.scanning"),
     ("nnsight.intervention.tracing.editing", "EditingTracer", "nnsight.runtime.editing"),
     ("nnsight.intervention.tracing.iterator", "IteratorTracer", "nnsight.runtime.iteration"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -19,6 +20,7 @@ from ..envoy.renaming import add_names, with_names
 from ..late_binding import late
 from ..runtime.eager import EagerDriver
 from ..runtime.editing import Edit
+from ..runtime.errors import NNsightDeprecationWarning
 from ..runtime.gradients import add_tensor_methods
 from ..runtime.interleaver import active_interleaver
 from ..runtime.invoker import JoinsInputs
@@ -27,6 +29,7 @@ from ..runtime.modules.tree import ModuleTree
 from ..runtime.tracer import Driver, InterleavingTracer
 from ..runtime.uncompiled import leave_to_python, uncompiled, uncompiled_itself
 from ..tracing import Backend, Tracer
+from ..tracing.errors import user_position_now
 from .editable import Editable
 from .root_options import BACKGROUND, check_options, compile_options
 from .scanning import ScanningTracer
@@ -259,6 +262,10 @@ class NNsight(Editable, JoinsInputs):
     ) -> ModelTracer:
         """Return the tracer of a run that calls ``function``: this object, or another callable that prepares and batches inputs."""
         leave_to_python("model.trace(...)")
+        if "invoker_args" in kwargs:  # early releases
+            message = "`invoker_args=` is deprecated: pass what it contains to the trace itself, as in `model.trace(x, truncation=True)`."
+            warnings.warn_explicit(message, NNsightDeprecationWarning, *user_position_now())
+            kwargs = {**kwargs, **(kwargs.pop("invoker_args") or {})}
         choose = functools.partial(self._driver, compile, None if function is self else function)
         kind = ModelTracer if tracer_cls is None else tracer_class(tracer_cls)
         return kind(choose, self._scanned, function, args, kwargs, backend, self, **options)

@@ -61,10 +61,14 @@ class Scope:
         """Return a scope for ``block``, one of several blocks in ``trace`` that take turns.
 
         Variables that ``block`` assigns get new cells; :meth:`Branch.publish` copies their values to the other blocks. Variables that other
-        blocks assign share a cell with them. All other variables keep their present values, such as that of a loop variable.
+        blocks assign share a cell with them, unless a loop around ``block`` sets them. All other variables keep their present values.
         """
         cells: dict[str, types.CellType] = {}
-        others = {name for name, spans in trace.inner.items() if any(not first <= block.line <= last for first, last in spans)}
+        others = {
+            name
+            for name, spans in trace.inner.items()
+            if any(not first <= block.line <= last for first, last in spans) and not trace.is_set_by_loop(name, block.line)
+        }
         for name in block.shared:
             cell = self.cells[name]
             bound = is_bound(cell)
@@ -134,6 +138,7 @@ class Block:
     shared: tuple[str, ...]  # names of all variables of the block
     stored: frozenset[str]  # names of the variables that it assigns
     inner: dict[str, set[tuple[int, int]]]  # variables that nested `with` statements assign, with the lines of these statements
+    in_loops: dict[str, set[tuple[int, int, bool]]]  # variables that loops set, outside of nested `with` statements, see `_set_by_loops`
     target: str | tuple[str, ...] | None  # the name, or tuple of names, that `as` binds; `None` without one, or for another target
     body: tuple[ast.stmt, ...] = ()  # the rewritten syntax tree
 
@@ -163,6 +168,14 @@ class Block:
     def is_same_at_each_step(self) -> bool:
         """Whether the body is a loop over all steps that does the same at each step; see :mod:`~nnsight.tracing.loops`."""
         return self.step_loop is not None and is_same_at_each_step(self.step_loop)
+
+    def is_set_by_loop(self, name: str, line: int) -> bool:
+        """Whether a loop around ``line`` sets a variable for the code there, and not for a ``with`` statement in the loop to change."""
+        inside = self.inner.get(name, ())
+        return any(
+            first < line <= last and (is_target or not any(first <= start <= last for start, _ in inside))
+            for first, last, is_target in self.in_loops.get(name, ())
+        )
 
     @property
     def last_line(self) -> int:
@@ -305,8 +318,8 @@ def compile_block(site: WithSite, local: set[str] | None, in_function: bool, fla
     name: str | tuple[str, ...] | None = target.id if isinstance(target, ast.Name) else None
     if isinstance(target, ast.Tuple) and all(isinstance(item, ast.Name) for item in target.elts):
         name = tuple(item.id for item in target.elts if isinstance(item, ast.Name))
-    inside = _assigned_inside(node.body)
-    return Block(code, filename, node.lineno, tuple(sorted(shared)), frozenset(stored & shared), inside, name, tuple(body))
+    names = tuple(sorted(shared)), frozenset(stored & shared), _assigned_inside(node.body), _set_by_loops(node.body)
+    return Block(code, filename, node.lineno, *names, name, tuple(body))
 
 
 def _assigned_inside(body: list[ast.stmt]) -> dict[str, set[tuple[int, int]]]:
@@ -320,6 +333,30 @@ def _assigned_inside(body: list[ast.stmt]) -> dict[str, set[tuple[int, int]]]:
         elif lines is not None and isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
             found.setdefault(part.id, set()).add(lines)
         pending.extend((child, lines) for child in ast.iter_child_nodes(part))
+    return found
+
+
+def _set_by_loops(body: list[ast.stmt]) -> dict[str, set[tuple[int, int, bool]]]:
+    """Return the names that loops in ``body`` set in their own code, with first and last line of the loop.
+
+    The third item says whether the name is the target of the loop.
+    """
+    found: dict[str, set[tuple[int, int, bool]]] = {}
+    pending: list[tuple[ast.AST, tuple[tuple[int, int], ...]]] = [(statement, ()) for statement in body]
+    while pending:
+        part, loops = pending.pop()
+        if isinstance(part, (ast.For, ast.While)):
+            span = part.lineno, part.end_lineno or part.lineno
+            for target in ast.walk(part.target) if isinstance(part, ast.For) else ():
+                if isinstance(target, ast.Name):
+                    found.setdefault(target.id, set()).add((*span, True))
+            loops = (*loops, span)
+        elif isinstance(part, ast.With):
+            loops = ()
+        elif isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store):
+            for span in loops:
+                found.setdefault(part.id, set()).add((*span, False))
+        pending.extend((child, loops) for child in ast.iter_child_nodes(part))
     return found
 
 

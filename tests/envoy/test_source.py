@@ -516,24 +516,56 @@ def test_a_name_made_at_run_time_after_the_capture_is_an_error_once(model: NNsig
 
 
 def test_a_name_inside_an_operation_after_the_capture_is_an_error_once(model: NNsight, net: Net, x: torch.Tensor) -> None:
-    class Accessor:
-        """As helper libraries have them: the names are behind a special method."""
-
-        def __getitem__(self, layer: int) -> Any:
-            return model.layers[layer].source.weigh_0.source.torch_softmax_0.output
-
-    weights = Accessor()
-
     def run() -> tuple[torch.Tensor, torch.Tensor]:
         with model.trace(x):
             before = model.layers[0].output.save()
-            found = weights[1].save()
+            weigh = getattr(model.layers[1].source, "weigh" + "_0")
+            found = getattr(weigh.source, "torch_softmax" + "_0").output.save()
         return before, found
 
     with pytest.raises(MissedProviderError, match="run the trace again"):
         run()
     before, found = run()
     torch.testing.assert_close(found, _weights(net.layers[1], before), rtol=0, atol=0)
+
+
+class Weights:
+    """As helper libraries have them: the names are behind a special method, a property, or a function in an attribute."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.product = lambda layer: layer.source.weigh_0.source.torch_matmul_0.output
+
+    def __getitem__(self, layer: int) -> Any:
+        return self.model.layers[layer].source.weigh_0.source.torch_softmax_0.output
+
+    @property
+    def combined(self) -> Any:
+        return self.model.layers[1].source.self_combine_0.output
+
+
+@pytest.mark.parametrize("how", ["variable", "attribute", "partial", "method"])
+def test_names_behind_objects_are_found_before_the_capture(net: Net, x: torch.Tensor, how: str) -> None:
+    wrapped = NNsight(net, compile={"backend": "eager"})
+    weights = Weights(wrapped)
+    if how == "attribute":
+        wrapped.weights = weights
+    read = weights.__getitem__ if how == "method" else functools.partial(Weights.__getitem__, weights)
+    with wrapped.trace(x) as tracer:
+        before = wrapped.layers[0].output.save()
+        if how == "attribute":
+            found = wrapped.weights[1].save()
+        elif how == "variable":
+            product = weights.product(wrapped.layers[1]).save()
+            found = weights[1].save()
+            combined = weights.combined.save()
+        else:
+            found = read(1).save()
+    assert tracer.report.mode == "compiled"
+    torch.testing.assert_close(found, _weights(net.layers[1], before), rtol=0, atol=0)
+    if how == "variable":
+        torch.testing.assert_close(torch.softmax(product * 0.5, dim=-1), found)
+        torch.testing.assert_close(combined, net.layers[1](before), rtol=0, atol=0)
 
 
 def test_operations_that_were_passed_uncounted_are_an_error_where_the_count_matters(

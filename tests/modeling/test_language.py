@@ -16,7 +16,7 @@ import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 
 import nnsight
-from nnsight import LanguageModel, demo_model
+from nnsight import LanguageModel, NNsightDeprecationWarning, demo_model
 
 from ..conftest import CACHE
 
@@ -600,6 +600,14 @@ def test_the_wrong_number_of_inputs_and_what_is_no_model(model: LanguageModel, g
         LanguageModel(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="revision.*GPT2LMHeadModel is loaded already"):
         LanguageModel(gpt2, revision="main")
+
+
+def test_arguments_of_the_tokenizer_in_the_form_of_early_releases(model: LanguageModel) -> None:
+    with pytest.warns(NNsightDeprecationWarning, match="invoker_args") as caught:
+        with model.trace(TEXT, invoker_args={"truncation": True, "max_length": 2}):
+            short = model.lm_head.output.save()
+    assert caught[0].filename == __file__
+    assert short.shape[1] == 2
 
 
 # -- loading -----------------------------------------------------------------------------------------------

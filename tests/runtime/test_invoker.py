@@ -197,6 +197,46 @@ def test_the_variable_of_a_loop_inside_another_block_is_the_one_of_its_turn(
     close(outs, [net(a) + net[: turn + 1](a) for turn in turns])  # the rows are computed together with others
 
 
+@both
+def test_a_loop_around_an_invoke_and_a_loop_in_another_have_one_variable(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    with model.trace(compile=compile) as tracer:
+        turns, counted = [].save(), [].save()
+        with tracer.invoke(a):
+            for turn in range(3):
+                model[turn].output.save()
+            for number in range(3):
+                (model[2].output + number).save()
+        for turn in range(2):
+            with tracer.invoke(b):
+                turns.append(model[0].output.sum() * 0 + turn)
+        number = 5
+        while number < 7:
+            with tracer.invoke(b):
+                counted.append(model[0].output.sum() * 0 + number)
+            number += 1
+    assert [int(turn) for turn in turns] == [0, 1]
+    assert [int(number) for number in counted] == [5, 6]
+
+
+@both
+def test_an_invoke_in_a_loop_sees_what_another_one_in_the_loop_assigns(
+    model: Rows, a: torch.Tensor, b: torch.Tensor, compile: bool
+) -> None:
+    with model.trace(compile=compile) as tracer:
+        barrier = tracer.barrier(2)
+        for _ in range(1):
+            found = None
+            with tracer.invoke(a):
+                found = model[0].output.sum()
+                barrier()
+            with tracer.invoke(b):
+                barrier()
+                total = (model[1].output.sum() * 0 + found).save()
+    close(total, model._module[0](a).sum())
+
+
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_invokes_fill_one_container(model: Rows, a: torch.Tensor, b: torch.Tensor, where: str) -> None:
     """What one invoke puts into a dict, a list or an object is there for the others, and is left after the trace."""

@@ -2,8 +2,10 @@
 
 ``with loss.backward():`` defers its body like a trace. In the body ``tensor.grad`` is a location. Reading it waits until the backward pass
 has computed the gradient of the loss with respect to that tensor, and assigning to it replaces the gradient. Tensor hooks offer the
-locations; they are removed after the pass. Blocks are compiled with a call of :func:`gradient_of` in place of ``tensor.grad``. All other
-code reads the ordinary attribute, and ``loss.backward()`` without ``with`` is torch's own method.
+locations; they are removed after the pass. Blocks are compiled with a call of :func:`gradient_of` in place of ``tensor.grad``. For the
+functions that a block calls, the attribute of tensors is replaced during the pass (:data:`gradients_in_functions`). Functions of torch,
+such as the step of an optimizer, and all other code read the ordinary attribute. ``loss.backward()`` without ``with`` is torch's own
+method.
 
 Backward blocks, and helper functions that call ``hidden.save()``, can be outside of runs. So tensors get both methods when the first model
 is wrapped (:func:`add_tensor_methods`).
@@ -12,6 +14,7 @@ is wrapped (:func:`add_tensor_methods`).
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..shared_changes import SharedChange
 from ..tracing import Tracer
 from ..tracing.block import gradient_of as _gradient_of
 from ..tracing.saving import save
@@ -123,6 +127,35 @@ def gradient_of(value: Any) -> Any:
     return value
 
 
+_plain_grad: Any = torch.Tensor.grad
+_LIBRARY = os.path.dirname(torch.__file__) + os.sep
+
+
+def _owner(tensor: torch.Tensor) -> Any:
+    """Return the object on which the function that reads or writes ``tensor.grad`` looks it up; ``tensor`` for functions of torch."""
+    return tensor if sys._getframe(2).f_code.co_filename.startswith(_LIBRARY) else gradient_of(tensor)
+
+
+def _get_grad(tensor: torch.Tensor) -> Any:
+    owner = _owner(tensor)
+    return _plain_grad.__get__(tensor) if owner is tensor else owner.grad
+
+
+def _set_grad(tensor: torch.Tensor, value: Any) -> None:
+    owner = _owner(tensor)
+    if owner is tensor:
+        _plain_grad.__set__(tensor, value)
+    else:
+        owner.grad = value
+
+
+#: While active, ``tensor.grad`` is a location in functions that a backward block calls.
+gradients_in_functions = SharedChange(
+    lambda: setattr(torch.Tensor, "grad", property(_get_grad, _set_grad, _plain_grad.__delete__)),
+    lambda _: delattr(torch.Tensor, "grad"),
+)
+
+
 class _BackwardInterleaver(Interleaver):
     """The run of one backward pass; its only locations are gradients."""
 
@@ -211,7 +244,7 @@ def _run_along(loss: torch.Tensor, block: Callable[[], None], info: Any, flow: C
     run = _BackwardInterleaver([Mediator(block, info, "backward")], loss)
     try:
         # Hooks must run on this thread, because they switch to the block's greenlet.
-        with run, torch.autograd.set_multithreading_enabled(False):
+        with gradients_in_functions, run, torch.autograd.set_multithreading_enabled(False):
             flow()
             run.finish()
     finally:

@@ -87,6 +87,58 @@ def test_a_loss_without_gradient_is_an_error_before_the_block(backend: str | Non
     assert not reached
 
 
+# -- in functions -----------------------------------------------------------------------------------------------------
+
+
+def read(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.grad.clone()
+
+
+class Scaled:
+    """A method that edits a gradient in place, and one that replaces it."""
+
+    def twice(self, tensor: torch.Tensor) -> None:
+        tensor.grad *= 2
+
+    def zeroed(self, tensor: torch.Tensor) -> None:
+        tensor.grad = torch.zeros_like(tensor)
+
+
+@pytest.mark.parametrize("where", [{}, {"remote": "local"}, {"program": True}])
+@pytest.mark.parametrize("edit", ["twice", "zeroed"])
+@modes
+def test_gradients_in_functions_that_the_block_calls(backend: str | None, edit: str, where: dict[str, Any]) -> None:
+    model, factor = make(backend), {"twice": 2, "zeroed": 0}[edit]
+    expected = by_hand(lambda name, gradient: gradient * factor if name == "norm" else None)
+    with model.trace(X, **where):
+        first = model.first.output
+        norm = model.norm.output
+        with model.output.pow(2).sum().backward():
+            before = read(norm).save()
+            getattr(Scaled(), edit)(norm)
+            of_first = read(first).save()
+    torch.testing.assert_close(before, by_hand()["norm"])
+    torch.testing.assert_close(of_first, expected["first"])
+    assert "grad" not in vars(torch.Tensor)
+
+
+def test_an_optimizer_in_a_backward_block_and_another_thread_read_the_attribute() -> None:
+    model, probe = make(), torch.nn.Linear(6, 1)
+    optimizer = torch.optim.SGD(probe.parameters(), lr=0.5)
+    probe.weight.grad, before = torch.ones(1, 6), probe.weight.detach().clone()
+    seen: list[Any] = []
+    thread = threading.Thread(target=lambda: seen.append(probe.weight.grad))
+    with model.trace(X):
+        norm = model.norm.output
+        with model.output.sum().backward():
+            optimizer.step()
+            thread.start()
+            thread.join()
+            read(norm)
+    torch.testing.assert_close(probe.weight.detach(), before - 0.5)
+    assert seen[0] is probe.weight.grad
+
+
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ...runtime.gradients import check_gradient
+from ...runtime.gradients import check_gradient, gradients_in_functions
 from ...runtime.rows.batching import BatchGroup, View
 from ...tracing import Tracer
 from ..format.nodes import IN_PASS
@@ -209,7 +209,8 @@ class RecordedPass(Tracer):
         recorder.emit("backward", value=recorder.reference(recorder.substitute(self._loss)), **content)
         gradients.running = True
         try:
-            function()
+            with gradients_in_functions:
+                function()
         finally:
             gradients.running, gradients._latest = False, (None, None)
             recorder.emit("end")

@@ -304,7 +304,23 @@ def in_two_rows(model: Any, prompt: Any, **where: Any) -> Any:
     return first, ids
 
 
-GENERATIONS = {steered: 3, replacing_once: 3, skipping_twice: 5, reading_what_grows: 5, in_two_rows: 3}
+def editing_inputs_of_one_row(model: Any, prompt: Any, **where: Any) -> Any:
+    """The input of a layer has a mask and a cache, which the block does not use."""
+    found = []
+    with model.generate(max_new_tokens=3, **where) as tracer:
+        with tracer.invoke(prompt):
+            for _ in tracer.iter[:3]:
+                model.transformer.h[1].input[:, -1] *= 1.2
+                model.lm_head.output = model.lm_head.output * 1.5
+                found.append(model.output.logits[:, -1].clone())
+        with tracer.invoke(prompt):
+            model.lm_head.output.sum()
+        with tracer.invoke():
+            ids = tracer.result.save()
+    return found, ids
+
+
+GENERATIONS = {steered: 3, replacing_once: 3, skipping_twice: 5, reading_what_grows: 5, in_two_rows: 3, editing_inputs_of_one_row: 5}
 
 
 @pytest.mark.parametrize("block", GENERATIONS, ids=lambda block: block.__name__)

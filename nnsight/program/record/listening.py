@@ -54,7 +54,9 @@ class RecordingInterleaver(compat.Interleaver):
             site, at = self.at
             with recorder.turn_of(OBSERVERS):
                 visit = recorder.begin_visit(None, site, at, value)
-                observer(visit.given if group is None else group.narrow(visit.given, site, at))
+                with recorder.finding_rows():
+                    rows = visit.given if group is None else group.narrow(visit.given, site, at)
+                observer(rows)
                 recorder.end_visit(visit, visit.given)
 
         whole: Any = types.SimpleNamespace(batch_group=None)
@@ -89,6 +91,11 @@ class RecordingMediator(compat.Mediator):
                 return left
         finally:
             position_of_block.reset(token)
+
+    @property
+    def whole_value(self) -> Any:
+        with self._recorder.finding_rows():
+            return super().whole_value
 
     def swap(self, location: str, value: Any) -> None:
         self._recorder.refuse_unknown_sizes(location, value)

@@ -29,7 +29,8 @@ def pruned(
 
     A node is needed if it has an effect on the run, if a needed node or a saved value uses it, or if it edits memory that a needed node
     uses. A backward pass is needed if a gradient that is read in it is needed. Then its end and all nodes that change gradients are needed.
-    ``forced`` nodes are needed, and ``log`` nodes in ``printed`` are not. ``roots`` has the node that made the memory of each result.
+    A size that the rows of an invoke depend on is needed if its tensor is. ``forced`` nodes are needed, and ``log`` nodes in ``printed``
+    are not. ``roots`` has the node that made the memory of each result.
     """
     passes, waits = _passes(nodes, roots), _waits(nodes, roots)
     edits: dict[int, list[int]] = {}
@@ -37,7 +38,8 @@ def pruned(
         if node["do"] == "op" and is_in_place(node["name"]):
             edits.setdefault(roots[number], []).append(number)
     needed: set[int] = set()
-    pending = [number for number, node in enumerate(nodes) if node["do"] in _EFFECTS and number not in printed]
+    of_rows = [number for number, node in enumerate(nodes) if "rows" in node]
+    pending = [number for number, node in enumerate(nodes) if node["do"] in _EFFECTS and "rows" not in node and number not in printed]
     pending += forced
     pending += [number for number, _ in references(trees)]
     while pending:
@@ -49,8 +51,9 @@ def pruned(
         pending += edits.get(roots[number], [])
         pending += waits.get(number, [])
         pending += passes.get(number, [])
+    needed |= {number for number in of_rows if needed.issuperset(used for used, _ in references(nodes[number]))}
     numbers = {old: new for new, old in enumerate(sorted(needed))}
-    kept = [{key: value for key, value in nodes[old].items() if key != "shares"} for old in sorted(needed)]
+    kept = [{key: value for key, value in nodes[old].items() if key not in ("shares", "rows")} for old in sorted(needed)]
     kept, saves = with_references([kept, trees], lambda node, output: {"ref": [numbers[node], output]})
     used = {node["tensor"] for node in kept if node["do"] == "const"}
     used |= {name for run in runs for part in (run["args"], run["kwargs"]) for name in tensor_names(part)}

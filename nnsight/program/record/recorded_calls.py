@@ -85,7 +85,7 @@ class NodeRecorder(SizeReads):
         self.edits = InPlaceEdits(self)
         self._for_other_inputs = for_other_inputs
         self.runs_again = for_other_inputs  # whether the program may run several times; `_for_other_inputs` is set for each generation, too
-        self._looked: set[tuple[int, int, int]] = set()  # node, output and dimension of recorded sizes
+        self._looked: dict[tuple[int, int, int], int] = {}  # the `size` nodes, by node, output and dimension
         self._called: tuple[str, list[Any]] = "", []  # name of the function that the block calls, and the leaves of its arguments
         self._paused = False
         self._refs = References(self)

@@ -240,6 +240,7 @@ class _Group(BatchGroup):
 
     def view(self, location: str, occurrence: int, whole: Any) -> View:
         """Return ``whole`` as the invoke sees it."""
-        view = super().view(location, occurrence, whole)
+        with self.gradients._recorder.finding_rows():
+            view = super().view(location, occurrence, whole)
         self.gradients.note_rows(self, view)
         return view

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..format.nodes import Node
 from ..format.sizes import SIZE_METHODS, Shape, division, has_unknown_size, known_dims, takes_sizes
 from .refusals import WITHOUT_SIZE
 from .visits import References
@@ -46,7 +48,10 @@ class SizeReads(TorchFunctionMode):
     _called: tuple[str, list[Any]]
     _paused = False
     _for_other_inputs = False  # the value for a size that the user reads after the recording, which nothing depends on
-    _looked: set[tuple[int, int, int]]
+    _looked: dict[tuple[int, int, int], int]
+    runs_again: bool
+    nodes: list[Node]
+    _of_rows = False  # whether sizes are read to find the rows of an invoke
     _refs: References
     _unknown: Any
 
@@ -82,12 +87,25 @@ class SizeReads(TorchFunctionMode):
         """Record that a size of a value is read. Return the size if it depends on values, else ``None``."""
         if isinstance(tensor.shape[dim], torch.SymInt):
             return self.cuts.values_of([tensor], "size", _UNKNOWN_SIZE)[0].shape[dim]
-        if self._for_other_inputs:
+        if self._for_other_inputs and (self.runs_again or not self._of_rows):  # one job has the same rows in all steps
             node, output = self._refs.get(tensor, (None, 0))
-            if node is not None and (node, output, dim) not in self._looked:
-                self._looked.add((node, output, dim))
-                self.emit("size", value={"ref": [node, output]}, dim=dim, size=int(tensor.shape[dim]))
+            known = None if node is None else self._looked.get((node, output, dim))
+            if known is not None and not self._of_rows:
+                self.nodes[known].pop("rows", None)
+            elif node is not None and known is None:
+                of_rows = {"rows": True} if self._of_rows else {}
+                read = {"ref": [node, output]}
+                self._looked[node, output, dim] = self.emit("size", value=read, dim=dim, size=int(tensor.shape[dim]), **of_rows)
         return None
+
+    @contextlib.contextmanager
+    def finding_rows(self) -> Iterator[None]:
+        """Sizes that are read in this context matter only if the program uses the tensor."""
+        before, self._of_rows = self._of_rows, True
+        try:
+            yield
+        finally:
+            self._of_rows = before
 
     def _look_all(self, tensor: torch.Tensor, dims: Iterable[int] | None = None) -> None:
         for dim in range(tensor.dim()) if dims is None else dims:

@@ -30,10 +30,9 @@ from ..format.operators import NAMES, is_in_place, is_view
 from ..format.sizes import SIZE_METHODS, Shape, plain
 from ..run.fake_runs import FakeModel
 from .demands import NEEDS_VALUES, VALUES, Cuts, NoOperatorError
-from .in_place import InPlaceEdits
 from .indexing import with_bounds
 from .inputs import edited_by
-from .memory import OwnTensors, share_memory
+from .memory import InPlaceEdits, OwnTensors, share_memory
 from .printing import Prints
 from .recorded_gradients import Gradients
 from .refusals import WITHOUT_SIZE, position, refused, why_demand

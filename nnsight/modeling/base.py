@@ -265,7 +265,8 @@ class NNsight(Editable, JoinsInputs):
         if "invoker_args" in kwargs:  # early releases
             message = "`invoker_args=` is deprecated: pass what it contains to the trace itself, as in `model.trace(x, truncation=True)`."
             warnings.warn_explicit(message, NNsightDeprecationWarning, *user_position_now())
-            kwargs = {**kwargs, **(kwargs.pop("invoker_args") or {})}
+            given = kwargs.pop("invoker_args")
+            kwargs = {**kwargs, **(given or {})}
         choose = functools.partial(self._driver, compile, None if function is self else function)
         kind = ModelTracer if tracer_cls is None else tracer_class(tracer_cls)
         return kind(choose, self._scanned, function, args, kwargs, backend, self, **options)

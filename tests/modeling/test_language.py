@@ -605,8 +605,10 @@ def test_the_wrong_number_of_inputs_and_what_is_no_model(model: LanguageModel, g
 def test_arguments_of_the_tokenizer_in_the_form_of_early_releases(model: LanguageModel) -> None:
     with pytest.warns(NNsightDeprecationWarning, match="invoker_args") as caught:
         with model.trace(TEXT, invoker_args={"truncation": True, "max_length": 2}):
+            named = list(model.inputs[1]).save()
             short = model.lm_head.output.save()
     assert caught[0].filename == __file__
+    assert "invoker_args" not in named
     assert short.shape[1] == 2
 
 

@@ -161,7 +161,7 @@ class InPlaceEdits:
             found = recorder._refs.own.items()
             alike = [(fake, ref) for fake, ref in found if fake is tensor or self._read.get(ref[0]) is tensor]
             older = {ref for _, ref in alike if ref[0] != read}
-            if root == read or root in {recorder._roots[number] for number, _ in older}:
+            if older and (root == read or root in {recorder._roots[number] for number, _ in older}):
                 self._join(read, older)
                 for fake, _ in alike:
                     recorder._refs[fake] = read, 0

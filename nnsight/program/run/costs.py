@@ -86,7 +86,6 @@ class Costs(Guesses):
         limit = self._limit
         require(self.flops <= limit, f"The job takes more floating point operations than the limit, {limit}.")
 
-
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """On exit, forget the operations in this context. They are not limited."""

@@ -11,6 +11,7 @@ import dis
 import functools
 import re
 import types
+from collections import ChainMap
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,7 +23,6 @@ from ...tracing.block import is_bound
 Chains = frozenset[tuple[str, ...]]
 
 _OPERATION_NAME = re.compile(r"_\d+$")
-
 
 #: Maximum number of functions that are searched for one block.
 _MOST = 300
@@ -57,7 +57,7 @@ def mentioned_chains(code: types.CodeType, functions: Callable[[str], Any]) -> C
 def _names_of(function: types.FunctionType) -> Callable[[str], Any]:
     """Return what finds the objects that ``function`` uses by name."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {**function.__globals__, **{name: cell.cell_contents for name, cell in cells if is_bound(cell)}}.get
+    return ChainMap({name: cell.cell_contents for name, cell in cells if is_bound(cell)}, function.__globals__).get
 
 
 def _functions_of(value: Any, seen: dict[int, Any]) -> Iterator[types.FunctionType]:

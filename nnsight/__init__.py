@@ -39,6 +39,7 @@ provide(
     root_class="nnsight.modeling.base",
     model_key_of="nnsight.remote.protocol",
     ModelKey="nnsight.remote.protocol",
+    ProgramBlock="nnsight.program.run.interpreter",
 )
 
 #: Public names that are imported on first use, and the module of each.
@@ -94,11 +95,25 @@ __all__ = [
 _MODULES = {"cli", "envoy", "fx", "intervention", "modeling", "ndif", "program", "remote", "runtime", "schema", "util"}
 
 
+#: Functions of releases before 0.5, whose blocks were graphs of proxies, and what to write instead.
+_REMOVED = {
+    **dict.fromkeys(("bool", "dict", "float", "int", "list", "set", "str", "tuple"), "Python's own, as in `values = [].save()`"),
+    "apply": "a plain call, `function(value)`",
+    "cond": "`if`",
+    "iter": "`for`",
+    "local": "plain Python, which runs in this process",
+    "log": "`print`",
+    "stop": "`tracer.stop()`",
+    "trace": "a plain function, which a block can call",
+}
+
+
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return load(__name__, name, f".{name}")
     if name not in _LAZY:
-        raise AttributeError(f"module 'nnsight' has no attribute {name!r}")
+        instead = f"; releases before 0.5 had it. Use {_REMOVED[name]}." if name in _REMOVED else ""
+        raise AttributeError(f"module 'nnsight' has no attribute {name!r}{instead}")
     value = getattr(load(__name__, name, _LAZY[name]), name)
     globals()[name] = value
     return value

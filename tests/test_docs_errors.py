@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import nnsight
@@ -760,6 +761,15 @@ class Mistakes(Models):
     def call_under_a_dispatch_mode(self) -> None:
         with FlopCounterMode(display=False), self.model.trace(self.x):
             self.model.output.save()
+
+    @only_compiled
+    def call_under_a_function_mode(self) -> None:
+        class Mode(TorchFunctionMode):
+            def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                return function(*args, **(kwargs or {}))
+
+        with Mode(), self.model.trace(self.x):
+            self.model[0].output[:] = 0
 
     @only_compiled
     def uncompiled_graph(self) -> None:

@@ -265,3 +265,10 @@ def test_importing_is_light_and_eager_traces_need_no_compiler(tmp_path: object) 
     done = subprocess.run([sys.executable, "-W", "error", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "light\n"
+
+
+def test_names_of_early_releases_say_what_to_write_instead() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'list'; .* Python's own"):
+        nnsight.list  # noqa: B018
+    with pytest.raises(AttributeError, match=r"no attribute 'unknown'$"):
+        nnsight.unknown  # noqa: B018

@@ -46,12 +46,14 @@ from .capturing.dynamo import (
     watch_captures,
 )
 from .capturing.graph import CapturedGraph
+from .capturing.output_hooks import install_output_hooks
 from .lowering.backends import BackendCallable, resolve_backend
 from .lowering.region_plan import mark_stretches
 from .lowering.regions import KnownRegions
 from .recording.deferred_outputs import returned
 from .recording.execution import run_plain, suspended
 from .recording.journal import journal_of_run
+from .recording.overrides import why_overridden
 from .recording.recording import Recording
 from .replay.playback import Playback
 from .replay.replay import Replays
@@ -192,14 +194,17 @@ class CompiledDriver:
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled function; without the wrapper of ``torch.compile`` if one captured graph is all that runs."""
-        captures, call_compiled = self._captures, self._call_compiled
-        if call_compiled is not None and captures.suffice and function is self._function and is_outermost() and not _given_up.get():
+        captures, call_compiled, why = self._captures, self._call_compiled, why_overridden(args, kwargs)
+        known = captures.suffice and function is self._function and not why
+        if call_compiled is not None and known and is_outermost() and not _given_up.get():
             captures.note_start()
             try:
                 return call_compiled(self.tree.root, args, kwargs)
             except NotCompiled:  # `suppress` would make another exception group of one that the model raises
                 pass
-        why = why_python(self.fullgraph)
+        if install_output_hooks(self.tree, kwargs):
+            function = self._compiled()
+        why = why or why_python(self.fullgraph)
         if why:
             self._note_uncompiled(why, "Other calls run compiled.")
             return self.tree.root._call_impl(*args, **kwargs)
@@ -291,7 +296,7 @@ class CompiledDriver:
     @contextlib.contextmanager
     def _route(self) -> Iterator[None]:
         """Route calls of the root module through the compiled function, in this context only."""
-        root, compiled = self.tree.root, self._compiled()
+        root = self.tree.root
 
         def routed_call(*args: Any, **kwargs: Any) -> Any:
             routed = _routed.get()
@@ -301,7 +306,7 @@ class CompiledDriver:
             if run is None:
                 return routed[1](args, kwargs)
             with self._surrounded(run):
-                output = self._call(compiled, args, kwargs)
+                output = self._call(self._compiled(), args, kwargs)
             return returned(run, output) if isinstance(run, Interleaver) else output
 
         namespace = root.__dict__
@@ -345,7 +350,7 @@ class CompiledDriver:
         what = "modules of the model, their hooks, or the operations that `.source` intercepts have changed"
         if version == self._version:
             what = "many calls of the model have failed"
-        first = Capture("the first call") if self._function is None else Capture(what, "model")
+        first = Capture(what, "model") if self._captures.count else self._captures.first
         alike = max(Counter(map(type, self.tree.paths)).values())
         parameters = tuple(inspect.signature(self.tree.root.forward).parameters)
         return Captures(code, first, self._limit, alike, self.fullgraph, parameters)

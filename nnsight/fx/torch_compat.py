@@ -33,6 +33,8 @@ from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
 from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from ..shared_changes import replaced
 from ..tracing.block import is_bound
@@ -78,6 +80,8 @@ def why_python(fullgraph: bool) -> str:
         return "`torch.compiler.set_stance(force_backend=...)` is in effect"
     if stance.stance not in ("default", "eager_on_recompile", "fail_on_recompile"):
         return f"`torch.compiler.set_stance({stance.stance!r})` is in effect"
+    if forward_ad._current_level >= 0:
+        return "compiled code has no tangents of forward-mode AD, whose `dual_level` is entered"
     modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     names = [type(mode).__name__ for mode in modes if not mode.is_infra_mode() and not mode.ignore_compile_internals()]
     if fullgraph or not (names or dynamo_config.disable):
@@ -90,6 +94,7 @@ def is_outermost() -> bool:
     return not (
         frame_evaluation.get_eval_frame_callback() is not None
         or eval_frame._stance.skip_guard_eval_unsafe
+        or forward_ad._current_level >= 0
         or stands_aside()
     )
 
@@ -295,7 +300,7 @@ def lowering() -> Iterator[None]:
         functorch_config.patch(view_replay_for_aliased_outputs=False, joint_custom_pass=change),
         compiler_config.patch(cache_key_tag=tag),
         replaced(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_, **__: []),
-        _without_tracebacks(),
+        _without_warning("Error detected in .* Traceback of forward call"),
         _tracing_unseen(),
     ):
         symbolic_convert.TensorifyState.clear()  # torch keeps, by name, the floats that an earlier lowering took as constants
@@ -317,10 +322,17 @@ def _tracing_unseen() -> Iterator[None]:
         yield
 
 
+def static_fake(mode: FakeTensorMode, tensor: torch.Tensor) -> Any:
+    """Return a fake of ``tensor`` with its sizes. Torch reads its ``.grad`` for that, and would warn if the tensor is not a leaf."""
+    is_computed = tensor.requires_grad and not tensor.is_leaf
+    with _without_warning("The .grad attribute of a Tensor") if is_computed else contextlib.nullcontext():
+        return mode.from_tensor(tensor, static_shapes=True)
+
+
 @contextlib.contextmanager
-def _without_tracebacks() -> Iterator[None]:
-    """Suppress autograd's warning about a failed backward trace. ``warnings.catch_warnings`` would also reset filters of other threads."""
-    warnings.filterwarnings("ignore", message="Error detected in .* Traceback of forward call", category=UserWarning)
+def _without_warning(message: str) -> Iterator[None]:
+    """Suppress a warning of torch. ``warnings.catch_warnings`` would also reset filters of other threads."""
+    warnings.filterwarnings("ignore", message=message, category=UserWarning)
     added = warnings.filters[0]
     try:
         yield

@@ -1,8 +1,8 @@
 """Values of an edit as JSON and named tensors, without pickle.
 
 These values can be written: ``None``, Booleans, numbers and strings; the types of :data:`_CONTAINERS`; tensors; parts of the model, as
-their paths; and functions, classes and Python modules, as their import names. Any other value is refused, because code would have to run
-to read it.
+their paths; programs; and functions, classes and Python modules, as their import names. Any other value is refused, because code would
+have to run to read it.
 
 Scalars are JSON. Every other value is a row of a table, ``{kind: content}``. References to it have the form ``{"at": row}``, so that a list
 or a tensor of two variables is still one object after reading. Two tensors that share memory do not share it after reading. Rows refer only
@@ -23,6 +23,7 @@ import safetensors.torch
 import torch
 
 from ..envoy.envoy import Envoy
+from ..late_binding import late
 
 #: A value in JSON: a scalar as it is, or ``{"at": row}``.
 Term = Any
@@ -97,6 +98,8 @@ class ValueWriter:
             return {part: path}
         if kind in (torch.Tensor, torch.nn.Parameter):
             return {"tensor": self._tensor(value)}
+        if isinstance(value, late("ProgramBlock")):
+            return {"program": self._tensor(value.as_tensor())["name"]}
         return {"import": _import_name(value)}
 
     def _tensor(self, value: torch.Tensor) -> dict[str, Any]:
@@ -133,6 +136,8 @@ def read_values(model: Envoy, table: list[dict[str, Any]], tensors: dict[str, to
             except (RuntimeError, AssertionError) as error:
                 raise ValueError(f"The edits use a tensor on the device {place}, which cannot be used here: {error}") from error
             values.append(tensor.requires_grad_(content["requires_grad"]))
+        elif kind == "program":
+            values.append(late("ProgramBlock").from_tensor(tensors[content]))
         elif kind == "import":
             values.append(_import(*content))
         else:

@@ -9,10 +9,11 @@ segments use are kept in a dict while the model runs.
 from __future__ import annotations
 
 import copy
+import copyreg
 import itertools
 import json
 import linecache
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -77,10 +78,10 @@ def bake(module: torch.nn.Module, job: Job, values: dict[str, torch.Tensor]) -> 
     except InvalidProgramError as error:
         raise InvalidProgramError(f"These edits cannot be baked: {error}") from error
     _give_own_class(baked)
-    baked.register_forward_pre_hook(lambda *_: state.clear())
+    baked.register_forward_pre_hook(_Clear(state))
     for segment in found:
         hook(baked, state, segment, compiled_segment(job, segment, names))
-    baked.register_forward_hook(lambda *_: state.clear())
+    baked.register_forward_hook(_Clear(state))
     return baked
 
 
@@ -150,8 +151,26 @@ def _give_own_class(module: torch.nn.Module) -> None:
     """
     kind = type(module)
     if not hasattr(kind, "_is_baked"):
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "_is_baked": True}
-        module.__class__ = type(kind.__name__, (kind,), names)
+        module.__class__ = _own_class(kind)
+
+
+def _own_class(kind: type) -> type:
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__reduce_ex__": _reduced, "_is_baked": True}
+    return type(kind.__name__, (kind,), names)
+
+
+def _reduced(module: torch.nn.Module, protocol: Any) -> Any:
+    """Copy or pickle a module with a class of its own. The copy gets another such class."""
+    kind: Any = type(module).__bases__[0]
+    function, args, *rest = kind.__reduce_ex__(module, protocol)
+    if function is copyreg.__newobj__ and args[0] is type(module):  # type: ignore[attr-defined]
+        function, args = _new, (kind, *args[1:])
+    return (function, args, *rest)
+
+
+def _new(kind: type, *args: Any) -> Any:
+    made = _own_class(kind)
+    return made.__new__(made, *args)
 
 
 def hook(root: torch.nn.Module, state: dict[str, Any], segment: Segment, run: Callable[..., Any]) -> str:
@@ -163,33 +182,68 @@ def hook(root: torch.nn.Module, state: dict[str, Any], segment: Segment, run: Ca
     path, _, side = segment.site.rpartition(".")
     name = path.partition(".")[2]
     module, passed = root.get_submodule(name) if name else root, f"{segment.site} {next(_numbers)}"
-    skips = [node for _, node in segment.nodes if node["do"] == "skip"]
     _give_own_class(module)
-
-    def before(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
-        if passed in state:
-            return None
-        state[passed] = True
-        return run((args, kwargs), root, state)
-
-    def after(module: torch.nn.Module, args: Any, output: Any) -> Any:
-        if passed in state:
-            return None
-        state[passed] = True
-        return run(output, root, state)
-
     if side == "output":
-        module.register_forward_hook(after)
+        module.register_forward_hook(_After(root, state, passed, run))
         return passed
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    if skips:
-        forward, skipped = module.forward, f"skip {path}"
-
-        def skip(*args: Any, **kwargs: Any) -> Any:
-            return state.pop(skipped) if skipped in state else forward(*args, **kwargs)
-
-        module.forward = skip
+    module.register_forward_pre_hook(_Before(root, state, passed, run), with_kwargs=True)
+    if any(node["do"] == "skip" for _, node in segment.nodes):
+        module.forward = _Skippable(module.forward, state, f"skip {path}")
     return passed
+
+
+# The hooks are objects instead of functions, so that a copy of the model has hooks of its own, and the model can be pickled.
+
+
+class _Hook:
+    def __init__(self, root: torch.nn.Module, state: dict[str, Any], passed: str, run: Callable[..., Any]) -> None:
+        self.root, self.state, self.passed, self.run = root, state, passed, run
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "run": self.run.text}  # type: ignore[attr-defined]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, run=_function("edit", state["run"]))
+
+
+class _Before(_Hook):
+    """A forward pre-hook."""
+
+    def __call__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.passed in self.state:
+            return None
+        self.state[self.passed] = True
+        return self.run((args, kwargs), self.root, self.state)
+
+
+class _After(_Hook):
+    """A forward hook."""
+
+    def __call__(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        if self.passed in self.state:
+            return None
+        self.state[self.passed] = True
+        return self.run(output, self.root, self.state)
+
+
+class _Skippable:
+    """A ``forward`` that returns the value at ``key`` of ``state``, if there is one."""
+
+    def __init__(self, forward: Callable[..., Any], state: dict[str, Any], key: str) -> None:
+        self.forward, self.state, self.key = forward, state, key
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.state.pop(self.key) if self.key in self.state else self.forward(*args, **kwargs)
+
+
+class _Clear:
+    """A hook that drops the values of a call."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def __call__(self, *_: Any) -> None:
+        self.state.clear()
 
 
 # -- text of the functions ---------------------------------------------------------------------------------------------
@@ -200,23 +254,26 @@ def compiled_segment(job: Job, segment: Segment, names: dict[str, str] | None) -
 
     With ``names``, constants are read from the attributes of ``root`` that it maps them to. Without, they are read from ``state``.
     """
-    return _function("edit", _lines(job, segment, names))
+    return _function("edit", "\n".join(_lines(job, segment, names)))
 
 
 def compiled_saves(job: Job) -> Callable[..., Any]:
     """Return the function ``(root, state)`` that returns the saved values by name, after all segments have run."""
     used = sorted({node for node, _ in references(job.saves)})
     lines = ["def saves(root, state):", *(f"    v{node} = state['v{node}']" for node in used)]
-    return _function("saves", [*lines, f"    return {value_text({'dict': list(job.saves.items())}, _reference(job))}"])
+    lines.append(f"    return {value_text({'dict': list(job.saves.items())}, _reference(job))}")
+    return _function("saves", "\n".join(lines))
 
 
-def _function(name: str, lines: Iterable[str]) -> Callable[..., Any]:
-    text, filename = "\n".join(lines) + "\n", f"<baked edits {next(_numbers)}>"
+def _function(name: str, text: str) -> Any:
+    """Return the function ``name`` of a text, with the text as its attribute ``text``."""
+    filename = f"<baked edits {next(_numbers)}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     known = {"torch": torch, "leaf": _leaf, "with_leaf": _with_leaf, "device_of": _device_of, "tensors": _tensors}
     known |= {"check": _check, "check_lists": _check_lists}
     exec(compile(text, filename, "exec"), known)  # this module wrote the text, from a checked program
-    made: Callable[..., Any] = known[name]  # type: ignore[assignment]
+    made: Any = known[name]
+    made.text = text
     return made
 
 

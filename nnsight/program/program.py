@@ -234,9 +234,9 @@ class Program:
         if len(blocks) > 1 and any(map(_is_of_rows, blocks)):
             raise ValueError("A program with several invokes belongs to the inputs of these invokes, so it cannot be applied to a model.")
         for nodes in blocks:
-            run_program = ProgramBlock(model, job, nodes)
+            run_program = ProgramBlock(job, nodes[0][1]["block"] if nodes else 0)
             with edited.edit() as edited:
-                run_program()
+                run_program(edited)
         return edited
 
     # -- text and pictures -----------------------------------------------------------------------------------------

@@ -117,6 +117,28 @@ def gradient_source(tensor: torch.Tensor) -> torch.Tensor:
     return other if other.requires_grad else tensor
 
 
+#: Functions that torch shows to modes, and that are about the gradient of a tensor.
+_ABOUT_GRADIENTS = frozenset({torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad})
+
+
+def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a torch function. If it is about the gradient of a tensor, it gets the tensor that autograd knows in place of it."""
+    if function not in _ABOUT_GRADIENTS:
+        return function(*args, **kwargs)
+    if function is torch.autograd.grad:
+        return function(args[0], tuple(map(gradient_source, args[1])), *args[2:], **kwargs)
+    tensor, source = args[0], gradient_source(args[0])
+    if function is torch.Tensor.register_hook:
+        return function(source, *args[1:], **kwargs)
+    if source is not tensor:
+
+        def keep(gradient: torch.Tensor) -> None:
+            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+
+        source.register_hook(keep)
+    return function(tensor)
+
+
 def gradient_of(value: Any) -> Any:
     """Return the object on which a block looks up ``value.grad``: ``value``, except in backward blocks and blocks that are recorded."""
     run = active_interleaver()

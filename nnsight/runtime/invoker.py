@@ -147,15 +147,23 @@ class Invoker(Tracer):
         self.inputs = prepared
 
 
-def explain_unbound(block: Block, invoked: list[Block], error: BaseException) -> None:
-    """If ``error`` of the invoke ``block`` is a NameError, name the ``invoked`` blocks that assign the missing variable in its message."""
+def explain_unbound(block: Block | None, invoked: list[Block], error: BaseException) -> None:
+    """If ``error`` of ``block`` is a NameError, name the ``invoked`` blocks that assign the missing variable in its message.
+
+    The block is an invoke, or that of the trace.
+    """
     if not isinstance(error, NameError):
         return
     name = error.name
     others = [f"{other.filename}:{other.line}" for other in invoked if other is not block and name in other.stored]
     if not others:
         return
-    if name in block.stored:
+    if block is None or block not in invoked:
+        remedy = (
+            "The body of the trace runs before its invokes. Put this line into that invoke, or behind it into an invoke of its own, "
+            "`with tracer.invoke():`; or save the values, and compute this after the trace."
+        )
+    elif name in block.stored:
         remedy = (
             "This invoke assigns it as well, so it has a variable of that name of its own: give the two different names."
         )

@@ -42,16 +42,23 @@ def running_mediator(what: str) -> Mediator:
 class IteratorTracer(Tracer):
     """The steps selected by ``tracer.iter[...]``, counted from 0, as an iterable and as a context manager."""
 
-    must_be_entered = False  # a `for` loop may use it instead of a `with` statement
+    never_entered = (
+        "tracer.iter[...] or tracer.all() without a loop has no effect: the block still edits the first step only. Write "
+        "`for step in tracer.all():`, with the edits of each step as its body."
+    )
 
     def __init__(self, steps: Steps) -> None:
-        super().__init__()
         self._steps = _numbers(steps)
+        super().__init__()
         self._range: Any = self._steps
         if isinstance(self._steps, itertools.count) and isinstance(steps, slice):
             self._range = range(steps.start or 0, sys.maxsize, steps.step or 1)
 
     def __iter__(self) -> Iterator[int]:
+        self._entered = True
+        return self._each()
+
+    def _each(self) -> Iterator[int]:
         mediator = running_mediator("tracer.iter")
         before, visited = begin_loop(mediator, self._range), mediator.visited
         is_open = isinstance(self._steps, itertools.count)

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from greenlet import GreenletExit, getcurrent, greenlet
+from torch import is_grad_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils import _pytree as pytree
 
@@ -23,7 +24,7 @@ from ..tracing.errors import user_position_of
 from .errors import EarlyStopException, OutOfOrderError, SkipException, loop_ended_message, passed_message
 from .interleaver import ANYWHERE, RETURNED, split_requester
 from .rows.batching import BatchGroup, View
-from .switching.checkpointing import CheckpointVisit, checkpoint_hooks
+from .switching.checkpointing import CheckpointVisit, checkpoint_hooks, in_reentrant_checkpoint
 from .switching.mode_contexts import ModeContexts
 from .switching.workers import borrow
 
@@ -139,7 +140,8 @@ class Mediator:
     def _resume(self, location: str) -> None:
         """Resume the block at ``location``. Inside an activation checkpoint, autograd keeps the tensors of the block nevertheless."""
         assert self._greenlet is not None
-        if _top_saved_tensors_default_hooks(True) is None or checkpoint_hooks() is None:
+        inside = _top_saved_tensors_default_hooks(True) is not None and checkpoint_hooks() is not None
+        if not inside and not (self._mode_contexts.grad and not is_grad_enabled() and in_reentrant_checkpoint()):
             self._turn(self._greenlet.switch)
             return
         visit = CheckpointVisit(location, self._value, user_position_of(self._greenlet.gr_frame))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from .controls import RunControls
 from .editing import Edit
 from .errors import EarlyStopException, ReplacementShapeError
 from .interleaver import Interleaver
-from .invoker import Barrier, Invoke, Invoker, join_inputs
+from .invoker import Barrier, Invoke, Invoker, explain_unbound, join_inputs
 from .iteration import running_mediator
 from .mediator import Mediator
 from .modules.eproperty import eproperty
@@ -217,7 +218,8 @@ class InterleavingTracer(RunControls, Tracer):
         driver, model, args, kwargs = self._call
         self.note_start()
         self._invokes = [] if not args else None
-        main = self.make_mediator(function, self.info, "trace")
+        explain = partial(explain_unbound, self.info, self.invoked)
+        main = self.make_mediator(function, self.info, "trace", explain=explain)
         self._open_mentioned()
         interleaver = self.make_interleaver([*self._edits(), main], self, on_blocks_done=self._drop_unsaved)
         interleaver.tree = None if self._model is None else self._model._tree

@@ -71,7 +71,8 @@ class Tracer:
     """
 
     Info = Block  # the class of `info`
-    must_be_entered = True  # whether to warn about an object that is never entered
+    #: The warning about an object that is never entered.
+    never_entered = "{} was created but never entered, so nothing ran. Use it in a `with` statement with a block."
     runs_once = ""  # error message if the object is entered for a second time; empty if it can run again
 
     def __init__(self, backend: Backend | None = None) -> None:
@@ -138,12 +139,8 @@ class Tracer:
         return True
 
     def __del__(self) -> None:
-        if self.must_be_entered and not getattr(self, "_entered", True):
-            warnings.warn(
-                f"{type(self).__name__} was created but never entered, so nothing ran. Use it in a `with` statement with a block.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        if not getattr(self, "_entered", True):
+            warnings.warn(self.never_entered.format(type(self).__name__), RuntimeWarning, stacklevel=2)
 
     def capture(self) -> Block:
         """Find and compile the block that is being entered, set :attr:`info` and :attr:`scope`, and return ``info``.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -288,3 +290,46 @@ def test_hooks_of_an_applied_module() -> None:
         edited.bake(x)
     hook.remove()
     torch.testing.assert_close(edited.bake(x)(x), edited(x))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_a_copy_of_a_baked_module_has_edits_of_its_own(copied: Any) -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model, x, vector = NNsight(net), torch.randn(2, 4), torch.randn(4)
+    with model.edit() as edited:
+        edited[1].skip(edited[1].input * 0.5)
+        edited[1].output[:] += vector
+    baked = edited.bake(x)
+    found = copied(baked)
+    expected = edited(x)
+    torch.testing.assert_close(found(x), expected)
+    found.edit_vector.zero_()
+    found[2].weight.data.zero_()
+    torch.testing.assert_close(found(x), found[2].bias.expand(2, 4))
+    torch.testing.assert_close(baked(x), expected)
+    torch.testing.assert_close(torch.compile(found, backend="eager", fullgraph=True)(x), found(x))
+
+
+def test_copies_and_files_of_a_model_with_a_program(tmp_path: Path) -> None:
+    """They use their own weights."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    model, x = NNsight(net), torch.randn(2, 4)
+    with model.trace(x, program=True) as tracer:
+        first = model[0].output
+        model[1].output = model[1].output + model[2](first)
+    steered = model.apply(tracer.program)
+    expected = steered(x)
+
+    def by_hand(net: nn.Module) -> torch.Tensor:
+        first = net[0](x)
+        return net[2](net[1](first) + net[2](first))
+
+    torch.testing.assert_close(expected, by_hand(net))
+    steered.export_edits("steering", export_dir=tmp_path)
+    other = NNsight(copy.deepcopy(net))
+    other.import_edits("steering", export_dir=tmp_path)
+    for found in (copy.deepcopy(steered), pickle.loads(pickle.dumps(steered)), other):
+        torch.testing.assert_close(found(x), expected)
+        found._module[2].weight.data.mul_(2.0)
+        torch.testing.assert_close(found(x), by_hand(found._module))
+    torch.testing.assert_close(steered(x), expected)

@@ -633,3 +633,12 @@ def test_a_model_cannot_catch_the_error_of_a_skip(catching: Rows, a: torch.Tenso
                 catching.first.skip(a)
             with tracer.invoke(b):
                 catching.output.save()
+
+
+@both
+def test_a_name_of_an_invoke_is_unknown_in_the_body_of_the_trace(model: Rows, a: torch.Tensor, compile: bool) -> None:
+    with pytest.raises(NameError, match="`hidden` is assigned in the invoke at .*test_invoker.py:.* runs before its invokes"):
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                hidden = model[0].output
+            hidden = hidden + 1

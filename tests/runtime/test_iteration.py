@@ -508,3 +508,11 @@ def test_steps_that_make_no_sense(
                 pass
 
 
+@both
+def test_steps_without_a_loop_have_no_effect_and_warn(model: NNsight, x: torch.Tensor, compile: bool) -> None:
+    with pytest.warns(RuntimeWarning, match="without a loop has no effect") as warned:
+        with model.trace(x, compile=compile) as tracer:
+            tracer.all()
+            out = model.output.save()
+    assert [item.filename for item in warned] == [__file__]
+    same(out, model._module(x))

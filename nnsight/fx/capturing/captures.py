@@ -60,6 +60,7 @@ class Captures:
         parameters: Names of the parameters of the model's ``forward``.
 
     Attributes:
+        first: The reason for the first capture.
         uncompiled: Why a call that dynamo did not capture runs uncompiled, and the remedy; ``None`` if there was no such call.
         count: The number of captures.
         whole: The number of captures of a whole call.
@@ -77,7 +78,7 @@ class Captures:
         parameters: Sequence[str] = (),
     ) -> None:
         self.uncompiled: tuple[str, str] | None = None
-        self._code, self._first, self._parameters = code, first or Capture("the first call"), parameters
+        self._code, self.first, self._parameters = code, first or Capture("the first call"), parameters
         self._limit, self._alike, self._fullgraph = limit, alike, fullgraph
         self._given: list[frozenset[str]] = []  # names of the arguments of each captured call
         self._kinds: Counter[str] = Counter()
@@ -112,7 +113,7 @@ class Captures:
         if miss.entries:
             return reason_of(miss.failed_guards(), situation)
         if is_function:
-            return Capture("torch has dropped its earlier captures", "model") if self.whole else self._first
+            return Capture("torch has dropped its earlier captures", "model") if self.whole else self.first
         name = miss.code.co_qualname
         if _RESUMED in name:
             return Capture("the model continues after a graph break", "break")
@@ -135,7 +136,7 @@ class Captures:
 
     def add(self, is_whole: bool, is_symbolic: bool) -> Capture:
         """Count a capture, and return its reason. ``is_symbolic`` is whether the captured graph has symbolic sizes."""
-        reason: Capture = getattr(self._here, "reason", self._first)
+        reason: Capture = getattr(self._here, "reason", self.first)
         if reason.kind == "size" and is_symbolic and "->" in reason.reason:
             reason = Capture(f"{reason}, sizes are symbolic from here on", reason.kind, reason.guard)
         counters.add_capture(reason.kind)

@@ -32,11 +32,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
+from ...runtime.switching.mode_stacks import without_function_modes
 from ...runtime.switching.modes import thread_state
 from .. import progress
 from ..counters import counters
 from ..effects import Kind, Memory, edited, kind_of
-from ..torch_compat import TracingContext, cache_counts, generated_code_in, lowering, tracing
+from ..torch_compat import TracingContext, cache_counts, generated_code_in, lowering, static_fake, tracing
 from .backends import BackendCallable, makes_cuda_graphs, without_fusion
 from .symbols import Symbols, copied
 
@@ -290,7 +291,7 @@ def prepare(
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     for position, (node, actual) in enumerate(zip(placeholders, inputs, strict=True)):
         if sharing and sharing.count(sharing[position]) > 1:
-            fake = made.mode.from_tensor(actual, static_shapes=True)
+            fake = static_fake(made.mode, actual)
         else:
             fake = made.fake_of_placeholder(node, actual)
         node.meta["example_value"] = fake
@@ -305,7 +306,8 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     given = _drop_returned_inputs(graph_module)
     if prepared.placement.sharing:
         backend = run_as_is if _may_mix_up_results(graph_module.graph) else without_fusion(backend)
-    with progress.step(progress.LOWERING), lowering(), tracing(TracingContext(symbols.mode)):
+    # The operations of the graph are those that the function modes of the user have already seen and changed.
+    with progress.step(progress.LOWERING), lowering(), tracing(TracingContext(symbols.mode)), without_function_modes():
         hits, misses = cache_counts()
         lowered = backend(graph_module, prepared.fakes)
         hits, misses = (after - before for after, before in zip(cache_counts(), (hits, misses), strict=True))

@@ -14,6 +14,7 @@ import torch
 from torch.fx.node import map_arg
 
 from ...runtime.switching.modes import process_state, thread_state
+from ..torch_compat import static_fake
 from .lowering import Prepared
 from .region_plan import Like, Plan, Region, attribute_at, memory_of
 from .symbols import Symbols, wanting_grad
@@ -131,7 +132,7 @@ class RegionGraph:
             return symbols.renewed(value)
         real = self._real(node)
         if real is not None:
-            return symbols.mode.from_tensor(real, static_shapes=True)
+            return static_fake(symbols.mode, real)
         like = self.like(node)
         size, stride = [symbols.renewed(n) for n in like.size], [symbols.renewed(n) for n in like.stride]
         offset = symbols.renewed(like.offset)

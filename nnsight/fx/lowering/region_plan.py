@@ -35,6 +35,7 @@ from ...runtime.switching.mode_stacks import unseen
 from ...runtime.switching.modes import thread_state
 from ..capturing.graph import CapturedGraph
 from ..effects import overloads_of
+from ..torch_compat import static_fake
 from .lowering import Prepared
 
 #: The key in ``node.meta`` of the number of the stretch.
@@ -200,7 +201,7 @@ class Plan:
                 value = next(fakes) if node.op == "placeholder" else attribute_at(self.module, str(node.target))
                 if isinstance(value, torch.Tensor):
                     if node.op == "get_attr":
-                        value = self.prepared.symbols.mode.from_tensor(value, static_shapes=True)
+                        value = static_fake(self.prepared.symbols.mode, value)
                     self._outside[memory_of(value)].append(node)
                 self.values[node] = value
                 continue

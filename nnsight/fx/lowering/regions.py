@@ -14,13 +14,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from ..counters import counters
 from .backends import BackendCallable
+from .early_results import hand_over
 from .gradient_borders import partial_results
 from .lowering import Direct, Lowered, Prepared, lower_prepared
 from .region_graph import RegionGraph
@@ -47,9 +48,16 @@ class KnownRegions:
 
 
 def lower_in_regions(
-    prepared: Prepared, inputs: Sequence[Any], binding: tuple[int | float, ...], backend: BackendCallable, known: KnownRegions
+    prepared: Prepared,
+    inputs: Sequence[Any],
+    binding: tuple[int | float, ...],
+    backend: BackendCallable,
+    known: KnownRegions,
+    early: bool = False,
 ) -> Lowered | None:
     """Lower a graph region by region; return ``None`` if it has no borders of repeated modules, or cannot be planned.
+
+    With ``early``, results are handed over after the region that computes them (:mod:`~nnsight.fx.lowering.early_results`).
 
     A piece between two cuts may be a single region, equal to the region of another layer. The graph itself is not changed.
     """
@@ -82,30 +90,36 @@ def lower_in_regions(
             conditions += [condition.xreplace(renamed) for condition in lowered.conditions]
             calls.append(lowered.direct)
             node_by_node = node_by_node and lowered.node_by_node
-    function = _assemble(plan, graphs, calls)
+    function = _assemble(plan, graphs, calls, early)
     partial = partial_results(graph, plan.region.get, () if node_by_node else prepared.placement.sharing, plan)
     return Lowered(function, tuple(conditions), prepared.symbols.symbols, compiles, partial=partial, regions=len(graphs))
 
 
-def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct]) -> Callable[..., Any]:
+def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct], early: bool) -> Callable[..., Any]:
     """Return a generated function that calls the regions one after the other, and drops each value after its last use."""
     nodes = list(plan.module.graph.nodes)
     names = {node: f"v{number}" for number, node in enumerate(nodes)}
     scope: dict[str, Any] = {f"region_{number}": call for number, call in enumerate(calls)}
     scope["profiler"], scope["with_strides"] = torch.autograd.profiler, with_strides
+    scope["hand_over"] = hand_over
     sizes = _names_of_sizes(plan, names)
     for node in nodes:
         if node.op == "get_attr" and plan.is_tensor(node):
             scope[names[node]] = attribute_at(plan.module, str(node.target))
     output = plan.module.graph.output_node()
     kept = set(output.all_input_nodes)
+    positions = {item: position for position, item in reversed([*enumerate(output.args[0])])} if early else {}  # type: ignore[arg-type]
+    made_by = {node: number for number, graph in enumerate(graphs) for node in graph.outputs}
+    made_by |= dict.fromkeys(plan.module.graph.find_nodes(op="get_attr"), -1)
     lines: list[str] = []
     for number, graph in reversed(list(enumerate(graphs))):
         done = [names[node] for node in graph.inputs if node in plan.stretch and node not in kept]
+        others = [names[node] for node, maker in made_by.items() if maker < number and (node in kept or names[node] in scope)]
         kept.update(graph.inputs)
         region = f"region_{number}"
         results = "".join(f"{names[node]}, " for node in graph.outputs)
-        lines.append(f"    {results}= call(inputs)" if results else "    call(inputs)")
+        handed = {index: positions[node] for index, node in enumerate(graph.outputs) if node in positions}
+        lines.append(f"    {results}= {_handed_over(handed, others)}" if results else "    call(inputs)")
         lines.append(f"    call = {region}.whole if profiled else {region}.call or {region}.first")
         if done:
             lines.append(f"    del {', '.join(done)}")
@@ -126,6 +140,11 @@ def _assemble(plan: Plan, graphs: Sequence[RegionGraph], calls: Sequence[Direct]
     source = "\n".join([*start, *reversed(lines), f"    return ({returned})"])
     exec(compile(source, "<regions>", "exec"), scope)
     return scope["run"]
+
+
+def _handed_over(handed: dict[int, int], others: Iterable[str]) -> str:
+    """Return the source of the call of a region, some of whose results are handed over."""
+    return f"hand_over([*call(inputs)], {handed}, [{', '.join(others)}])" if handed else "call(inputs)"
 
 
 def _names_of_sizes(plan: Plan, names: dict[torch.fx.Node, str]) -> dict[Any, str]:

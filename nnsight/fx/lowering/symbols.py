@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from ..block_events import Declare, Number, Symbol
-from ..torch_compat import ConstantSource
+from ..torch_compat import ConstantSource, static_fake
 
 #: For each dimension, innermost first: its number, and its stride divided by the stride that it would have without a gap. Dimensions of
 #: size one come last, because their strides are never used.
@@ -200,13 +200,13 @@ class Symbols:
             return self.renewed(example) if isinstance(example, torch.SymInt) else actual
         numbers = (*example.shape, *example.stride()) if isinstance(example, torch.Tensor) else ()
         if not any(isinstance(number, torch.SymInt) for number in numbers):
-            return self.mode.from_tensor(actual, static_shapes=True)
+            return static_fake(self.mode, actual)
         size = [self.renewed(number) for number in example.shape]
         stride = [self.renewed(number) for number in example.stride()]
         if not are_equal(actual.shape, actual.stride(), [now(number) for number in stride]):
             layout = layout_of(actual)
             if layout is None:
-                return self.mode.from_tensor(actual, static_shapes=True)
+                return static_fake(self.mode, actual)
             stride = strides_in(layout, size)
         return self.fake_like(actual, size, stride)
 
@@ -224,7 +224,7 @@ class Symbols:
             number = self.numbers[taken.index]
             if taken.kind is not float:
                 return number
-            fake: Any = self.mode.from_tensor(actual, static_shapes=True)
+            fake: Any = static_fake(self.mode, actual)
             if isinstance(number, torch.SymFloat):
                 fake.item_memo = number  # makes `item` of the fake return the symbolic number
             return fake

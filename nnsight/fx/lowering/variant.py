@@ -29,6 +29,7 @@ from ..splicing.pieces import Piece, Result
 from ..splicing.splice import splice
 from . import background
 from .backends import BackendCallable
+from .early_results import with_hand_overs
 from .gradient_borders import mark_borders, partial_results
 from .lowering import Lowered, Placement, Prepared, lower_prepared, prepare, run_as_is, sharing_of
 from .region_plan import Plan, copy_stretches
@@ -189,7 +190,8 @@ class Variant:
 
     def unlowered(self, uncompiled: str = "") -> Lowered:
         """Return a lowering that runs the nodes of the spliced graph one by one."""
-        return Lowered(self.spliced.graph_module.forward, (), (), 0, uncompiled=uncompiled)
+        graph_module = with_hand_overs(self.spliced.graph_module) if self._observed else self.spliced.graph_module
+        return Lowered(graph_module.forward, (), (), 0, uncompiled=uncompiled)
 
     def _lower(self, run: _Run) -> tuple[Lowered, int]:
         first = self._first_stages.get(run.key)
@@ -263,7 +265,7 @@ class Variant:
         else:
             try:
                 known = self._graph.regions or KnownRegions()
-                made = lower_in_regions(cut, run.arguments, run.binding, self._graph.backend, known)
+                made = lower_in_regions(cut, run.arguments, run.binding, self._graph.backend, known, early=True)
                 if made is not None and not made.partial & set(self.positions.values()):
                     return replace(made, placement=run.placement)
             except Exception as error:

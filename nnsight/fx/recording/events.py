@@ -33,6 +33,7 @@ from ..block_events import (
 )
 from ..capturing.graph import CapturedGraph, Tap
 from ..splicing.pieces import Piece, references
+from ..torch_compat import static_fake
 from .autograd_state import any_of, is_detaching, wants_grad
 from .functions import (
     EXPORTING,
@@ -311,7 +312,7 @@ class EventRecorder(TorchFunctionMode):
         real = (self.inputs if isinstance(reference, Input) else self.externals)[reference.index]
         if real.requires_grad:  # `from_tensor` may return a cached fake, made before the tensor or its base required a gradient
             return torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device=real.device)
-        return self.graph.fake_mode.from_tensor(real, static_shapes=True)
+        return static_fake(self.graph.fake_mode, real)
 
     def _outcome(self, call: Call, result: Any) -> Outcome:
         """Number the tensors of a result. A tensor that is a known value keeps its number."""

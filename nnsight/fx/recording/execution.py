@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._C import _len_torch_function_stack
 from torch.utils import _pytree as pytree
 
 from ...runtime import gradients
 from ...runtime.interleaver import Interleaver
 from ...runtime.report import Break, Report
+from ...runtime.switching.mode_stacks import unseen
 from ...tracing.block import Block
 from ...tracing.saving import saves
 from ..block_events import Cut, External, Input, ValueNumber
 from ..capturing.graph import CapturedGraph, Tap
 from ..counters import counters, stage
 from ..effects import Kind, kind_of
+from ..lowering.early_results import Take, taking
 from ..lowering.variant import Variant
 from ..show.explaining import RanPiece
 from ..show.stages import run_lowered
@@ -121,9 +125,7 @@ class PieceRunner(CallRecorder):
             self.cut(reason or f"`{name}` needs a concrete value", instead_of(name), self.grad_enabled and name in ABOUT_BACKWARD)
         if self.filled:
             args, kwargs = pytree.tree_map(real_of, (args, kwargs))
-        if function is torch.autograd.grad:
-            args = (args[0], tuple(map(gradients.gradient_source, args[1])), *args[2:])
-        result = function(*args, **kwargs)
+        result = gradients.call(function, args, kwargs)
         self.note_exported(function, result)
         return result
 
@@ -280,40 +282,66 @@ class PieceRunner(CallRecorder):
         self.report.compiles += compiles
         ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)
         self.failed_to_run = True
-        computed = run_lowered(self.report, ran, arguments)
+        taken: set[int] = set()
+        with taking(self._taker(alive, variant.positions, taken) if observed else None):
+            computed = run_lowered(self.report, ran, arguments)
         self.failed_to_run = False
-        self._fill(alive, computed, variant.positions, lowered.partial)
+        self._fill(alive, computed, variant.positions, lowered.partial, taken)
         refuse_edited(arguments, lowered.partial)
         return alive, self.graph.stand_ins(self.binding) if variant.unseen else variant.deliver(computed, self.inputs, self.externals)
 
+    def _taker(self, alive: tuple[int, ...], positions: dict[int, int], taken: set[int]) -> Take:
+        """Return a function that turns the lazy tensors ``alive`` into results while the graph runs, and adds their ids to ``taken``."""
+        held = {*map(id, self.inputs), *map(id, self.externals)}
+        indices = {positions[index]: index for index in reversed(alive)}
+
+        def take(position: int, real: torch.Tensor) -> torch.Tensor:
+            index = indices.get(position)
+            lazy = None if index is None else self.held(index)
+            if index is None or lazy is None or id(real) in held or id(real) in taken:
+                return real
+            self.lazies[index] = None  # torch does not swap a tensor with a weak reference
+            if not become(lazy, real, early=True):
+                self.lazies[index] = weakref.ref(lazy)
+                return real
+            taken.add(id(lazy))
+            return lazy
+
+        return take
+
     def _fill(
-        self, alive: tuple[int, ...], computed: list[Any], positions: dict[int, int], partial: frozenset[int]
+        self, alive: tuple[int, ...], computed: list[Any], positions: dict[int, int], partial: frozenset[int], taken: set[int]
     ) -> None:
-        """Turn the lazy tensors ``alive`` into their computed tensors; gradients at the positions ``partial`` are incomplete."""
+        """Turn the lazy tensors ``alive`` into their computed tensors, but for those ``taken`` while the graph ran.
+
+        Gradients at the positions ``partial`` are incomplete.
+        """
         if not alive:
             return
         # Objects that are referred to elsewhere: the inputs of the graph, and tensors that it returns in several places.
-        held = {*map(id, self.inputs), *map(id, self.externals)}
+        held = {*map(id, self.inputs), *map(id, self.externals), *taken}
         places: dict[int, list[int]] = {}
         for position, real in enumerate(computed):
             places.setdefault(id(real), []).append(position)
         for index in alive:
             lazy, self.lazies[index] = self.held(index), None
-            if lazy is None:
+            if lazy is None:  # also if it was taken
                 continue
             real = known = computed[positions[index]]
             if id(real) in held:
                 real = real.view_as(real)
                 computed[positions[index]] = lazy
+            elif positions[index] in partial and real.requires_grad:
+                real = real.view_as(real)  # so that torch reports a tensor without a gradient, instead of a part of it
             else:
                 for position in places[id(real)]:
                     computed[position] = lazy
             if become(lazy, real):
                 held.add(id(lazy))
-                if known is not real and known.requires_grad:
-                    gradients.share_gradient(lazy, known)
                 if positions[index] in partial and lazy.requires_grad:
                     gradients.refuse_gradient(lazy)
+                elif known is not real and known.requires_grad:
+                    gradients.share_gradient(lazy, known)
             else:
                 self.filled.append(lazy)
 
@@ -356,4 +384,5 @@ def run_plain(graph: CapturedGraph, inputs: tuple[Any, ...]) -> list[Any]:
     lowered = None if variant is None else variant.find(graph.binding(inputs), variant.placement(inputs))
     if variant is None or lowered is None:
         return PieceRunner(graph, inputs, Interleaver([]), Report(), False).finish()
-    return variant.deliver(lowered.function(*inputs), inputs, ())
+    with unseen(graph.has_subclasses) if _len_torch_function_stack() else contextlib.nullcontext():
+        return variant.deliver(lowered.function(*inputs), inputs, ())

@@ -78,15 +78,17 @@ def make_lazy(index: int, fake: torch.Tensor, recording: Any) -> LazyTensor:
     return lazy
 
 
-def become(lazy: LazyTensor, real: torch.Tensor) -> bool:
+def become(lazy: LazyTensor, real: torch.Tensor, early: bool = False) -> bool:
     """Turn ``lazy`` into ``real``, which the caller must not use afterwards.
 
     Returns:
-        Whether that was possible. It is not while a torch transform refers to the lazy tensor, which then keeps ``real`` as an attribute.
+        Whether that was possible. It is not while a torch transform refers to the lazy tensor, which then has ``real`` as an attribute.
+        With ``early``, it is also not possible if torch refers to ``real``; then nothing has changed.
     """
     with torch._C.DisableTorchFunction():
         attributes, lazy.__dict__ = lazy.__dict__, {}
-        for share in (False, True):  # a real tensor that something else refers to cannot be swapped; a view of it can
+        # A real tensor that something else refers to cannot be swapped; a view of it can.
+        for share in (False,) if early else (False, True):
             with contextlib.suppress(RuntimeError):
                 torch.utils.swap_tensors(lazy, real.view_as(real) if share else real)
                 if share and real.requires_grad:
@@ -94,7 +96,7 @@ def become(lazy: LazyTensor, real: torch.Tensor) -> bool:
                 if len(attributes) > len(_ATTRIBUTES):  # keep the attributes that the block has set
                     lazy.__dict__.update({name: value for name, value in attributes.items() if name not in _ATTRIBUTES})
                 return True
-        lazy.__dict__ = {**attributes, "_real": real}
+        lazy.__dict__ = attributes if early else {**attributes, "_real": real}
         return False
 
 

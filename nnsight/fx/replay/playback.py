@@ -199,6 +199,7 @@ class Playback:
                     gradients.share_gradient(real, shared)
             held.add(id(real))
             if position in partial and real.requires_grad:
+                real = real.view_as(real)  # as in a recording
                 gradients.refuse_gradient(real)
             self._values[index] = real
         refuse_edited(arguments, partial)

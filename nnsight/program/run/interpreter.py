@@ -32,7 +32,7 @@ from ..format.formats import text_of
 from ..format.limits import Limits
 from ..format.nodes import MEMORY_FORMATS, Node
 from ..format.operators import DRAWING, OPERATORS
-from ..format.payload import Job, fact, inputs_of
+from ..format.payload import Job, decode, encode, fact, inputs_of
 from ..format.sizes import division
 from ..format.trees import NONE, read_tree, references, with_references
 from .draws import check_parameters, dropout
@@ -365,18 +365,29 @@ class Interpreter:
 
 
 class ProgramBlock:
-    """Runs the numbered ``nodes`` of one block of a program in a block of a model.
+    """The nodes of one block of a program. A call runs them in a block of a model.
 
     Attributes:
         inputs: The named inputs of these nodes.
     """
 
-    def __init__(self, model: NNsight, job: Job, nodes: list[tuple[int, Node]]) -> None:
-        self._model, self._job, self._nodes = model, job, nodes
-        self.inputs = inputs_of(replace(job, nodes=[node for _, node in nodes]))
+    def __init__(self, job: Job, block: int) -> None:
+        self._job, self._block = job, block
+        self._nodes = [(number, node) for number, node in enumerate(job.nodes) if node["block"] == block]
+        self.inputs = inputs_of(replace(job, nodes=[node for _, node in self._nodes]))
 
-    def __call__(self) -> None:
-        interpreter = Interpreter(self._model, self._job, Limits(seconds=float("inf")))
+    def as_tensor(self) -> torch.Tensor:
+        """Return the program and the number of the block as a tensor of bytes, for files."""
+        return torch.frombuffer(bytearray(self._block.to_bytes(4) + encode(self._job)), dtype=torch.uint8)
+
+    @classmethod
+    def from_tensor(cls, content: torch.Tensor) -> ProgramBlock:
+        """Return the block in the result of :meth:`as_tensor`, or raise an :class:`InvalidProgramError`. Nothing in it is run."""
+        data = bytes(content.tolist())
+        return cls(decode(data[4:]), int.from_bytes(data[:4]))
+
+    def __call__(self, model: NNsight) -> None:
+        interpreter = Interpreter(model, self._job, Limits(seconds=float("inf")))
         interpreter.on_log = print
         interpreter.place_constants()
         interpreter.run_nodes(self._nodes)

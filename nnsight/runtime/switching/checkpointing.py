@@ -8,6 +8,8 @@ and gradients are wrong, so an edit raises a warning. In a compiled trace autogr
 from __future__ import annotations
 
 import contextlib
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -23,11 +25,24 @@ from torch.utils import _pytree as pytree
 #: The module that defines the saved-tensor hooks of non-reentrant checkpoints.
 _CHECKPOINTS = torch.utils.checkpoint.__name__
 
+#: The code of the forward pass of reentrant checkpoints.
+_REENTRANT = torch.utils.checkpoint.CheckpointFunction.forward.__code__
+
 
 def checkpoint_hooks() -> Any:
     """Return the hooks by which the innermost activation checkpoint keeps autograd from saving tensors; ``None`` without a checkpoint."""
     hooks = _top_saved_tensors_default_hooks(True)
     return hooks if hooks is not None and getattr(hooks[0], "__module__", None) == _CHECKPOINTS else None
+
+
+def in_reentrant_checkpoint() -> bool:
+    """Return whether the model is inside a checkpoint with ``use_reentrant=True``. It runs there without gradients, and without hooks."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _REENTRANT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class CheckpointVisit:
@@ -51,8 +66,11 @@ class CheckpointVisit:
                 _push_saved_tensors_default_hooks(pack, unpack)
 
     def warn_if_edited(self, value: Any) -> None:
-        """Warn if gradients are enabled and ``value``, with which the model continues, differs from the value before the visit."""
-        if torch.is_grad_enabled() and _state(value) != self._before:
+        """Warn if ``value``, with which the model continues, differs from the value before the visit, and gradients are enabled.
+
+        A reentrant checkpoint disables them, but recomputes its inside with gradients.
+        """
+        if (torch.is_grad_enabled() or in_reentrant_checkpoint()) and _state(value) != self._before:
             warnings.warn_explicit(
                 f"`{self.location}` was edited inside an activation checkpoint. A backward pass recomputes the inside without the "
                 "edit, so its gradients would be wrong. Switch checkpointing off (`gradient_checkpointing_disable()` of a "

@@ -35,12 +35,13 @@ def unseen(subclasses: bool) -> contextlib.AbstractContextManager[Any]:
     Subclasses see the calls nevertheless if ``subclasses`` is true and dynamo has not disabled torch functions.
     """
     if subclasses and torch._C._is_torch_function_enabled():
-        return _without_function_modes()
+        return without_function_modes()
     return torch._C.DisableTorchFunction()
 
 
 @contextlib.contextmanager
-def _without_function_modes() -> Iterator[None]:
+def without_function_modes() -> Iterator[None]:
+    """Hide calls from function modes."""
     with contextlib.ExitStack() as stack:
         for _ in range(_len_torch_function_stack()):
             stack.enter_context(torch.overrides._pop_mode_temporarily())

@@ -60,6 +60,10 @@ def checkpointed(function: Callable[..., Any], x: torch.Tensor) -> Any:
     return checkpoint(function, x, use_reentrant=False)
 
 
+def reentrant(function: Callable[..., Any], x: torch.Tensor) -> Any:
+    return checkpoint(function, x, use_reentrant=True)
+
+
 @torch.compiler.nested_compile_region
 def region(function: Callable[..., Any], x: torch.Tensor) -> Any:
     return function(x)
@@ -164,7 +168,8 @@ def test_gradients_go_through(make: Callable[[], torch.nn.Module]) -> None:
     torch.testing.assert_close(torch.autograd.grad(model(x).square().sum(), wanted), plain)
 
 
-@pytest.mark.parametrize("make", [MODELS["checkpoint"], MODELS["nested checkpoints"]])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("make", [MODELS["checkpoint"], MODELS["nested checkpoints"], lambda: Stack(reentrant)])
 def test_an_eager_edit_that_is_not_made_again_is_warned_of(make: Callable[[], torch.nn.Module]) -> None:
     model = NNsight(make(), compile=EAGER)
     x = X.clone().requires_grad_()

@@ -43,13 +43,12 @@ def hand_over(results: list[Any], positions: dict[int, int], others: Sequence[An
         others: Values that the graph needs further. If a result is one of these objects, it is not handed over.
     """
     take: Take | None = getattr(_local, "take", None)
-    for index, position in positions.items() if take is not None else ():
+    if take is None:
+        return results
+    for index, position in positions.items():
         real = results[index]
-        if take is None or any(real is other for other in others):
-            continue
-        taken = take(position, real)
-        if taken is not real:
-            results = [taken if result is real else result for result in results]
+        taken = real if any(real is other for other in others) else take(position, real)
+        results = [taken if result is real else result for result in results]
     return results
 
 
@@ -58,10 +57,12 @@ def with_hand_overs(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     graph = torch.fx.Graph()
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     graph.output(graph.graph_copy(graph_module.graph, copies))
+    order = {node: number for number, node in enumerate(graph.nodes)}
     for position, result in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type]
         if isinstance(result, torch.fx.Node) and result.op not in ("placeholder", "get_attr") and len(result.users) > 1:
+            others = [node for node in _maybe_the_same(result) if any(order.get(user, -1) > order[result] for user in node.users)]
             with graph.inserting_after(result):
-                handed = graph.call_function(hand_over, ([result], {0: position}, _maybe_the_same(result)))  # type: ignore[dict-item]
+                handed = graph.call_function(hand_over, ([result], {0: position}, others))  # type: ignore[dict-item]
             with graph.inserting_after(handed):
                 taken = graph.call_function(operator.getitem, (handed, 0))
             result.replace_all_uses_with(taken, delete_user_cb=functools.partial(operator.is_not, handed))

@@ -115,8 +115,9 @@ def test_gradients_are_those_of_an_eager_trace(block: Callable[..., Any], backen
         close(list(block(model, True)), list(expected))
 
 
-def test_a_model_without_borders_runs_node_by_node_with_the_same_gradients() -> None:
-    """The model edits the read tensor in place later on, so its graph cannot be cut there."""
+@pytest.mark.parametrize("before", [True, False])
+def test_tensors_that_the_model_edits_in_place(before: bool) -> None:
+    """The hook is on a tensor that the model edits later, so that its graph cannot be cut there, or on the result of an edit."""
 
     class Editing(torch.nn.Module):
         def __init__(self) -> None:
@@ -132,13 +133,13 @@ def test_a_model_without_borders_runs_node_by_node_with_the_same_gradients() -> 
     def block(model: Any, compile: bool) -> Any:
         found: list[torch.Tensor] = []
         with model.trace(X, compile=compile):
-            hidden, out = model.first.output, model.output
+            hidden, out = (model.first if before else model[1]).output, model.output
             hidden.register_hook(found.append)
             out.sum().backward(retain_graph=True)
         return found
 
     torch.manual_seed(0)
-    module = Editing()
+    module = Editing() if before else torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 2))
     expected = block(NNsight(copy.deepcopy(module)), False)
     model = NNsight(module, compile={"backend": "aot_eager"})
     for _ in range(2):

@@ -419,3 +419,24 @@ def test_a_block_uses_a_value_after_another_has_edited_it(how: dict[str, Any]) -
         return [model.output]
 
     _agree(edited, x, block, how)
+
+
+def test_calls_that_may_fail_inside_a_try_are_made_on_values() -> None:
+    model, x, table = NNsight(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))), torch.randn(2, 4), torch.randn(4, 3)
+
+    def block(**how: Any) -> Any:
+        with model.trace(x, **how):
+            hidden = model[0].output
+            for more in (0, 100):
+                try:
+                    hidden[:, 0] += table[:2, hidden[0].argmax() % 3 + more]
+                except IndexError:
+                    hidden[:] *= 2
+            out = model.output.save()
+        return out
+
+    expected = block()
+    torch.testing.assert_close(block(remote="local"), expected.detach())
+    torch.testing.assert_close(block(compile=True), expected)
+    with pytest.raises(NotExpressibleError, match=r"`__getitem__` may fail because of values, inside a `try`"):
+        block(program=True)

@@ -54,8 +54,11 @@ def may_fail_by_values(function: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return (is_failing(name) and name not in _TOTAL) or divides_by_zero(name, args, kwargs)
 
 
-def handler() -> str | None:
-    """Return, in words, a statement around the running user code that may catch an error; ``None`` if there is none."""
+def handler(only_try: bool = False) -> str | None:
+    """Return, in words, a statement around the running user code that may catch an error; ``None`` if there is none.
+
+    With ``only_try``, a ``with`` does not count.
+    """
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:  # a block runs in a greenlet, whose frames do not include those around the block
         code = frame.f_code
@@ -63,7 +66,7 @@ def handler() -> str | None:
             for header in _scopes(code, frame.f_lasti):
                 if header is None:
                     return "a `try`"
-                if not header <= _HARMLESS or frame.f_globals.get("torch") is not torch:
+                if not only_try and (not header <= _HARMLESS or frame.f_globals.get("torch") is not torch):
                     return "a `with` that may catch it"
         frame = frame.f_back
     return None

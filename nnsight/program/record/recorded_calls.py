@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ...fx.effects import RANDOM
+from ...fx.recording.failing_calls import handler, may_fail_by_values
 from ...fx.recording.functions import (
     ABOUT_GRADIENTS,
     DEMANDS,
@@ -269,6 +270,14 @@ class NodeRecorder(SizeReads):
             raise refused("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on its result.")
         if name in RANDOM and kwargs.get("generator") is not None:
             raise refused(f"A generator of your own cannot be sent: call `{name}` without it, or draw before the trace.")
+        if may_fail_by_values(function, args, kwargs) and (caught_by := handler(only_try=True)) is not None:
+            why = (
+                f"`{name}` may fail because of values, inside {caught_by}. A program has no handlers: check the values first, as in "
+                "`index.clamp(max=h.shape[0] - 1)`, or move the line out of it."
+            )
+            if edits_in_place(function):
+                raise refused(why)
+            return self.cuts.call(name, function, args, kwargs, why)
         if edits_in_place(function):
             self.own.adopt(edited_by(args, kwargs))
         function = READ_AS.get(function, function)

@@ -254,18 +254,8 @@ class NodeRecorder(SizeReads):
             return self.cuts.call(name, function, args, kwargs, why_demand(name))
         if name in DEMANDS:
             raise refused(why_demand(name))
-        if function in DRAWN_LIKE and self.runs_again:  # each run draws its own numbers
-            made = torch.zeros_like(args[0], **kwargs)
-            if name != "randint_like":
-                return made.normal_() if name == "randn_like" else made.uniform_()
-            low, high = (0, *args[1:])[-2:]
-            return made.random_(high - low).add_(low)
         if function in DRAWN_LIKE:
-            like = args[0]
-            sizes = Shape(like.shape, functools.partial(self._look, like)).all()
-            with _disable_current_modes():  # draw now: the numbers become a constant
-                drawn = torch.empty(sizes, dtype=like.dtype, device="cpu")
-                return function(drawn, *args[1:], **{"dtype": like.dtype, **kwargs, "device": "cpu"})
+            return self._draw_like(function, name, args, kwargs)
         if function is _ATTENTION and (kwargs.get("dropout_p") or any(args[4:5])):
             raise refused("Attention with dropout cannot be sent: use `torch.nn.functional.dropout` on its result.")
         if name in RANDOM and kwargs.get("generator") is not None:
@@ -305,6 +295,20 @@ class NodeRecorder(SizeReads):
             if not refusal:
                 raise
             return self.cuts.recover(name, function, args, kwargs, error, refusal)
+
+    def _draw_like(self, function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record a call such as ``torch.randn_like``. If the program may run again, each run draws its own numbers."""
+        like = args[0]
+        if not self.runs_again:
+            sizes = Shape(like.shape, functools.partial(self._look, like)).all()
+            with _disable_current_modes():  # draw now: the numbers become a constant
+                drawn = torch.empty(sizes, dtype=like.dtype, device="cpu")
+                return function(drawn, *args[1:], **{"dtype": like.dtype, **kwargs, "device": "cpu"})
+        made = torch.zeros_like(like, **kwargs)
+        if name != "randint_like":
+            return made.normal_() if name == "randn_like" else made.uniform_()
+        low, high = (0, *args[1:])[-2:]
+        return made.random_(high - low).add_(low)
 
     def why_size(self, error: RuntimeError, name: str) -> str:
         """Return a refusal of ``name`` if ``error`` means that it needs a size that depends on values; else an empty string."""

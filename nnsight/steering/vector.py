@@ -142,12 +142,7 @@ class SteeringVector(Mapping[int, torch.Tensor]):
             KeyError: If the vector lacks one of the layers.
         """
         _check(mode, scale, low, high)
-        chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else sorted(set(layers))
-        if not chosen:
-            raise ValueError("layers=[] steers nothing: name at least one layer.")
-        stacked = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
-        paths = self._paths(model, chosen)
-        directions = stacked.to(device_of(model, paths[0]))
+        paths, directions = self._placed(model, mode, layers)
         limits = _number(low), _number(high)
         which = slice(None) if positions is None else positions
         if steps is None and not callable(scale):
@@ -161,6 +156,15 @@ class SteeringVector(Mapping[int, torch.Tensor]):
                     hidden = _changed(hidden_of(output), directions[number], mode, factor, limits, match_norm, which)
                     write(layer, with_hidden(output, hidden))
         return steered
+
+    def _placed(self, model: NNsight, mode: Mode, layers: int | Sequence[int] | None) -> tuple[list[str], torch.Tensor]:
+        """Return the paths of the layers to steer, and their directions, ``[layers, width]``, on the device of the model."""
+        chosen = list(self) if layers is None else [layers] if isinstance(layers, int) else sorted(set(layers))
+        if not chosen:
+            raise ValueError("layers=[] steers nothing: name at least one layer.")
+        stacked = torch.stack([self[layer] if mode == "add" else _unit(self[layer]) for layer in chosen])
+        paths = self._paths(model, chosen)
+        return paths, stacked.to(device_of(model, paths[0]))
 
     def _paths(self, model: NNsight, layers: Sequence[int]) -> list[str]:
         """Return the paths of ``layers`` in a model; raise ``ValueError`` if the model lacks one of them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ X = torch.linspace(-1.0, 1.0, 8).reshape(2, 4)
 
 def net() -> torch.nn.Module:
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)), torch.nn.Linear(4, 2))  # a Linear saves its input
 
 
 def grad_twice(model: Any, compile: bool) -> Any:
@@ -155,3 +156,85 @@ def test_warnings_of_torch_about_values_of_the_model_are_not_shown() -> None:
             model[0].output = model[0].output * 2
             model.output.sum().backward()
     assert not tracer.report.notes
+
+
+# -- random blocks -----------------------------------------------------------------------------------------------------
+
+LAYERS = 3
+PLACES = ["embed", *(f"layers.{layer}{part}" for layer in range(LAYERS) for part in (".0", ".2", "")), "head"]
+
+
+class Residual(torch.nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+class Stacked(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(11, 6), torch.nn.Linear(6, 11)
+        parts = [(torch.nn.Linear(6, 12), torch.nn.GELU(), torch.nn.Linear(12, 6)) for _ in range(LAYERS)]
+        self.layers = torch.nn.ModuleList([Residual(*each) for each in parts])
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def random_block(model: Any, seed: int, ids: torch.Tensor, compile: bool) -> Any:
+    """Read and edit values at some locations, and then ask for gradients in several ways. The seed chooses all of it."""
+    draw, found = random.Random(seed), []
+    places = sorted(draw.sample(range(len(PLACES)), draw.randint(2, 5)))
+    edits = draw.choices(["none", "scale", "replace", "in place", "require"], k=len(places))
+    asked = [(draw.choice(["grad", "retain", "hook", "backward", "rows"]), draw.randrange(len(places))) for _ in range(3)]
+    with model.trace(ids, compile=compile):
+        values: list[torch.Tensor] = []
+        for place, edit in zip(places, edits, strict=True):
+            module = model.get(PLACES[place])
+            value = module.output
+            if edit == "scale":
+                value = module.output = value * 1.5
+            elif edit == "replace":
+                module.output = torch.tanh(value) + (values[-1].mean() if values else 0)
+            elif edit == "in place":
+                value[:, 0] = value[:, 0] * 0.5
+            elif edit == "require":
+                value.requires_grad_()
+            values.append(value)
+        last = values[-1]
+        for how, number in asked:
+            value = values[number]
+            if how == "retain":
+                value.retain_grad()
+            elif how == "hook":
+                value.register_hook(found.append)
+            elif how == "backward":
+                last.pow(2).sum().backward(retain_graph=True)
+            else:
+                for target in (last.pow(2).sum(),) if how == "grad" else last.flatten()[:2]:
+                    found += torch.autograd.grad(target, value, retain_graph=True, allow_unused=True)
+        last.pow(2).sum().backward(retain_graph=True)
+        found += [value.grad for value in values if value.retains_grad]
+        found = nnsight.save(found)
+    return [*found, *(parameter.grad for parameter in model._module.parameters())]
+
+
+def gradients_of(module: torch.nn.Module, run: Callable[[], Any]) -> Any:
+    module.zero_grad()
+    return [torch.zeros(()) if gradient is None else gradient.clone() for gradient in run()]
+
+
+@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 60), marks=pytest.mark.slow)], ids=["few", "many"])
+def test_random_blocks(seeds: range) -> None:
+    for seed in seeds:
+        torch.manual_seed(seed)
+        module, ids = Stacked(), torch.randint(0, 11, (2, 4))
+        model = NNsight(module, compile={"backend": "aot_eager"})
+        expected, *others = (
+            gradients_of(module, lambda model=model, compile=compile: random_block(model, seed, ids, compile))  # noqa: B023
+            for compile in (False, True, True)
+        )
+        for other in others:
+            close(other, expected)

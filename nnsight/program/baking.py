@@ -196,6 +196,8 @@ def hook(root: torch.nn.Module, state: dict[str, Any], segment: Segment, run: Ca
 
 
 class _Hook:
+    """A hook that runs the function of a segment at the first occurrence in each call of ``root``. Its pickle has the function's text."""
+
     def __init__(self, root: torch.nn.Module, state: dict[str, Any], passed: str, run: Callable[..., Any]) -> None:
         self.root, self.state, self.passed, self.run = root, state, passed, run
 

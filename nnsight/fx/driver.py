@@ -194,7 +194,7 @@ class CompiledDriver:
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled function; without the wrapper of ``torch.compile`` if one captured graph is all that runs."""
-        captures, call_compiled, why = self._captures, self._call_compiled, why_overridden(args, kwargs)
+        captures, call_compiled, why = self._captures, self._call_compiled, why_overridden(args, kwargs, self.fullgraph)
         known = captures.suffice and function is self._function and not why
         if call_compiled is not None and known and is_outermost() and not _given_up.get():
             captures.note_start()

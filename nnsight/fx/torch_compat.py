@@ -80,8 +80,6 @@ def why_python(fullgraph: bool) -> str:
         return "`torch.compiler.set_stance(force_backend=...)` is in effect"
     if stance.stance not in ("default", "eager_on_recompile", "fail_on_recompile"):
         return f"`torch.compiler.set_stance({stance.stance!r})` is in effect"
-    if forward_ad._current_level >= 0:
-        return "compiled code has no tangents of forward-mode AD, whose `dual_level` is entered"
     modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     names = [type(mode).__name__ for mode in modes if not mode.is_infra_mode() and not mode.ignore_compile_internals()]
     if fullgraph or not (names or dynamo_config.disable):

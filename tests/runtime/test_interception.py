@@ -200,6 +200,36 @@ def test_a_module_compiled_by_torch(model: NNsight) -> None:
     assert torch.equal(out, -torch.ones(2, 3))
 
 
+@pytest.mark.parametrize("compiled", [None, "eager", "aot_eager"])
+def test_a_submodule_compiled_by_torch(compiled: str | None) -> None:
+    """The compiled submodule and the modules inside it occur in eager and in compiled runs; outside of runs it is compiled as before."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU()), torch.nn.Linear(3, 2))
+    inner = net[1]
+    net[1] = torch.compile(inner, backend="eager")
+    forward = net[1].__dict__["forward"]
+    model = NNsight(net, compile={"backend": compiled, "fullgraph": True} if compiled else False)
+    for rows in (2, 5):
+        x = torch.randn(rows, 3)
+        with model.trace(x):
+            hidden = model[1]._orig_mod[0].output
+            model[1]._orig_mod[0].output = hidden * 2
+            model[1].output = model[1].output + 1
+            out = model.output.save()
+            with out.sum().backward():
+                gradient = hidden.grad.save()
+        before = net[0](x)
+        held = inner[0](before)
+        expected = net[2](inner[1](held * 2) + 1)
+        close(out, expected)
+        close(gradient, torch.autograd.grad(expected.sum(), held)[0])
+        with model.trace(x):
+            model[1].skip(model[1].input)
+            out = model.output.save()
+        close(out, net[2](before))
+    assert net[1].__dict__["forward"] is forward
+    assert_no_instrumentation(net)
+
+
 class Gate(torch.nn.Module):
     """Waits twice for another thread."""
 

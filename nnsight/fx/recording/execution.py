@@ -40,7 +40,7 @@ logger = logging.getLogger("nnsight.fx")
 
 
 class GraphBreakError(RuntimeError):
-    """A block needed a concrete value in a trace that must be one graph (``fullgraph=True``)."""
+    """A trace must be one graph (``fullgraph=True``), and a block needed a concrete value, or the call must run uncompiled."""
 
 
 class PieceRunner(CallRecorder):

@@ -38,6 +38,9 @@ _ABSENT = object()
 #: Set on a module by ``Module.compile``. Calls of the module would then bypass the interception.
 _COMPILED = "_compiled_call_impl"
 
+#: The module inside the module that ``torch.compile(module)`` returns. That module calls it compiled, so runs replace its ``forward``.
+_ORIGINAL = "_orig_mod"
+
 
 def intercepted(path: str, traced_call: TracedCall | None, owner: object = None) -> Callable[..., Any]:
     """Return a function that makes a call at ``path``: ``(callable, *args, **kwargs) -> result``.
@@ -71,6 +74,19 @@ def intercepted(path: str, traced_call: TracedCall | None, owner: object = None)
         return output
 
     return intercepted_call
+
+
+def _within(path: str, traced_call: TracedCall) -> TracedCall:
+    """Return ``traced_call`` for a module inside a compiled one at ``path``: dynamo calls it directly, and passes over the compiled one."""
+    input_location, output_location = f"{path}.input", f"{path}.output"
+
+    def call_both(inner_input: str, inner_output: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            return traced_call(inner_input, inner_output, call, args, kwargs)
+
+        return traced_call(input_location, output_location, inner, args, kwargs)
+
+    return call_both
 
 
 def call_alone(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
@@ -183,8 +199,11 @@ class Instrumentation:
             call = getattr(module, INTERCEPTED_METHOD)
             while _is_intercepted(call):
                 call = call.__self__  # the interception of another tree, installed right now, is bound to the original call
+            traced, (outer, _, name) = self._traced_call, path.rpartition(".")
+            if traced is not None and name == _ORIGINAL and outer in modules:
+                traced = _within(outer, traced)
             # Bound to the original call, which becomes the first argument.
-            calls.append((module.__dict__, types.MethodType(intercepted(path, self._traced_call, self._identity), call)))
+            calls.append((module.__dict__, types.MethodType(intercepted(path, traced, self._identity), call)))
         return calls
 
     def include(self, modules: Mapping[str, torch.nn.Module]) -> None:
@@ -205,6 +224,8 @@ class Instrumentation:
                 self._install(namespace, INTERCEPTED_METHOD, call)
             if _COMPILED in namespace:
                 self._install(namespace, _COMPILED, None)
+            if _ORIGINAL in namespace.get("_modules", ()) and "dynamo_ctx" in namespace:
+                self._install(namespace, "forward", namespace["_modules"][_ORIGINAL].__call__)
 
     def replace(self, path: str, replacement: Callable[[], tuple[dict[str, Any], str, Any]]) -> None:
         """During runs, also replace an attribute of the instance at ``path``. This includes runs that are already active.

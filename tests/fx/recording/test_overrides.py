@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 
 from nnsight import NNsight, UncompiledWarning
+from nnsight.fx.recording.execution import GraphBreakError
 
 from ...conftest import close
 
@@ -79,3 +81,17 @@ def test_tangents_of_forward_mode(backend: str) -> None:
         tangent = torch.func.jvp(torch.tanh, (model[0].output,), (torch.ones(2, 4),))[1].save()
     assert not tracer.report.breaks
     torch.testing.assert_close(tangent, 1 - torch.tanh(torch.relu(X)) ** 2)
+
+
+def test_one_graph_is_demanded() -> None:
+    """With ``fullgraph=True`` these calls are errors, before anything has run; other calls of the model stay compiled."""
+    model = NNsight(net(), compile={"backend": "eager", "fullgraph": True})
+    cases = (Plus(), X, "`Plus` would"), (nullcontext(), X.as_subclass(Capped), "`Capped` would"), (forward_ad.dual_level(), X, "tangents")
+    for context, x, reason in cases:
+        with pytest.raises(GraphBreakError, match=f"fullgraph=True, and this call must run uncompiled: .*{reason}"):
+            with context, model.trace(x):
+                model[0].output.save()
+    with model.trace(X) as tracer:
+        out = model.output.save()
+    close(out, torch.tanh(torch.relu(X)))
+    assert not tracer.report.breaks

@@ -3,17 +3,19 @@
 Captures and lowerings are *steps* (:func:`step`). Each step starts a thread. Once the call of the model (:func:`call`) has taken two
 seconds, the thread draws a progress line on ``stderr``, or a widget in a notebook, until the step ends.
 
-Only steps of the main thread are shown, and none of lowerings in the background or of servers. ``CONFIG.APP.PROGRESS = False``,
-``TQDM_DISABLE=1``, or a logger ``nnsight.fx`` that drops warnings switches the line off.
+Only steps of the main thread are shown, and none of lowerings in the background or of servers. Nothing is written to a file.
+``CONFIG.APP.PROGRESS = False``, ``TQDM_DISABLE=1``, or a logger ``nnsight.fx`` that drops warnings switches the line off.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -33,6 +35,15 @@ _INTERVAL = 0.5
 
 class _Bar(tqdm):  # type: ignore[misc] # a class without types
     monitor_interval = 0  # with any other value tqdm starts a thread that never ends
+
+    def __init__(self, **options: Any) -> None:
+        if not (_IN_NOTEBOOK or sys.stderr.isatty()):  # each update would be another line in a file
+            options["disable"] = True
+        super().__init__(**options)
+
+
+#: Whether ``tqdm.auto`` draws widgets.
+_IN_NOTEBOOK = any(base.__name__ == "tqdm_notebook" for base in tqdm.__mro__)
 
 
 class _Call:

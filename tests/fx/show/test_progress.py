@@ -162,11 +162,24 @@ def test_a_stream_that_cannot_be_written_to_disturbs_nothing(monkeypatch: pytest
     assert threading.active_count() == len(threading.enumerate())
 
 
+class Terminal(io.StringIO):
+    """A stream on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO, Terminal])
+def test_nothing_is_written_to_a_file(monkeypatch: pytest.MonkeyPatch, stream: type[io.StringIO]) -> None:
+    monkeypatch.setattr("sys.stderr", stream())
+    assert progress._Bar(leave=False).disable is (stream is not Terminal)
+
+
 def test_the_line_as_tqdm_writes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "DELAY", 0.0)
     monkeypatch.setattr(progress, "_INTERVAL", 0.001)
     CONFIG.APP.PROGRESS = True
-    written = io.StringIO()
+    written = Terminal()
     monkeypatch.setattr("sys.stderr", written)
     before = set(threading.enumerate())
     with progress.call("GPT2LMHeadModel", "`hint`"), progress.step("lowering"):

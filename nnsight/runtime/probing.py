@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from .batched_containers import is_batched_container, on_tensors
 from .interleaver import Everywhere, Interleaver, active_run
 from .modules.tree import ModuleTree
-from .rows.batch_axes import FIRST, SEQUENCES, BatchDims, OccurrenceRows, Rows, leaf_paths
+from .rows.batch_axes import FIRST, MIXED_ROWS, SEQUENCES, BatchDims, OccurrenceRows, Rows, leaf_paths, lists_in
 from .rows.fakes import Guesses, fake_argument, fake_modules, isolated, quiet_fakes
 from .rows.row_order import MIXED, RowOrder, outer_of
 
@@ -59,6 +59,7 @@ class ProbedShapes:
 
     rows: int  # the number of rows in this run
     values: dict[str, list[dict[str, Shape]]] = field(default_factory=dict)  # shapes by location, occurrence and leaf
+    lists: dict[str, list[set[str]]] = field(default_factory=dict)  # lists with one item for each row, by location and occurrence
     in_containers: dict[str, Shape] = field(default_factory=dict)  # shapes of tensors in batched containers, by class and attribute
     error: Exception | None = None  # the error that ended the run early
 
@@ -86,6 +87,8 @@ class _Probe(Interleaver):
             elif is_batched_container(leaf):
                 on_tensors(leaf, self._record_in_container)
         self.shapes.values.setdefault(location, []).append(shapes)
+        lists = {path for path, found in lists_in(value) if len(found) == self.shapes.rows}
+        self.shapes.lists.setdefault(location, []).append(lists)
         if location == self._root:
             raise _Finished
         return value
@@ -178,13 +181,15 @@ def _probed(modules: ModuleTree, call: Call | None, joined: Any, inputs: Sequenc
     dims.in_containers.update(_compare(first.in_containers, second.in_containers, first, second))
     for location in first.values.keys() & second.values.keys():
         pairs = zip(first.values[location], second.values[location], strict=False)
-        found = [OccurrenceRows(_compare(one, other, first, second)) for one, other in pairs]
-        alike = all(rows.rows == found[0].rows for rows in found)
+        lists = [one & other for one, other in zip(first.lists[location], second.lists[location], strict=False)]
+        shapes = [_compare(one, other, first, second) for one, other in pairs]
+        found = [OccurrenceRows(rows, frozenset(paths)) for rows, paths in zip(shapes, lists, strict=True)]
+        alike = all(one.rows == found[0].rows and one.row_lists == found[0].row_lists for one in found)
         dims.by_location[location] = (found[0],) if alike else tuple(found)
     if call is not None:  # the probe does not reach the sequences that a generation returns
         root = modules.paths[modules.root]
         for location in ("result", f"{root}.generator.output", f"{root}.generator.streamer.output"):
-            dims.by_location[location] = (OccurrenceRows({}, SEQUENCES),)
+            dims.by_location[location] = (OccurrenceRows({}, otherwise=SEQUENCES),)
     return dims
 
 
@@ -197,8 +202,10 @@ def _compare(one: Mapping[str, Any], other: Mapping[str, Any], first: ProbedShap
         grown = other[path][0]
         sizes = enumerate(zip(shape, grown, strict=True))
         dim = next((d for d, (few, many) in sizes if few and few % first.rows == 0 and few * second.rows == many * first.rows), None)
-        if dim is None or outer == MIXED or outer != other[path][1]:
+        if dim is None:
             found[path] = None
+        elif outer == MIXED or outer != other[path][1]:
+            found[path] = MIXED_ROWS
         else:
             found[path] = Rows(dim, len(shape), outer, shape[dim] // first.rows // outer)
     return found
@@ -255,7 +262,8 @@ def _run(
             else:
                 call(copies[root], args, kwargs)
     except _Finished:
-        shapes.values["result"] = shapes.values[f"{modules.paths[root]}.output"]
+        for known in (shapes.values, shapes.lists):
+            known["result"] = known[f"{modules.paths[root]}.output"]  # type: ignore[assignment]
     except Exception as error:
         shapes.error = error
     finally:

@@ -13,6 +13,7 @@ import transformers
 
 from nnsight import LanguageModel, NNsight, fx
 from nnsight.runtime.batched_containers import register_batched_container
+from nnsight.runtime.errors import ReplacementShapeError
 from nnsight.runtime.probing import counts
 
 from ..conftest import Hooks, agree, assert_no_instrumentation, both, close, same
@@ -301,7 +302,7 @@ class Sorted(torch.nn.Module):
 
 
 @both
-def test_rows_in_an_order_that_depends_on_their_values_are_whole(compile: bool) -> None:
+def test_rows_in_an_order_that_depends_on_their_values_are_whole(compile: bool, caplog: pytest.LogCaptureFixture) -> None:
     model = Along(Sorted())
     a, b = torch.tensor([[3.0, 1.0]]), torch.tensor([[1.0, 2.0], [2.0, 3.0]])
     with model.trace(compile=compile) as tracer:
@@ -312,6 +313,102 @@ def test_rows_in_an_order_that_depends_on_their_values_are_whole(compile: bool) 
             pass
     assert mixed.tolist() == [[1.0, 2.0], [2.0, 3.0], [3.0, 1.0]]
     assert mine.tolist() == a.tolist()
+    [told] = [record.message for record in caplog.records if record.name == "nnsight.runtime"]
+    assert told.startswith("Each invoke sees and edits all rows of the batch at `model.inner.output`")
+
+
+class Joined(torch.nn.Module):
+    """Takes its batch apart by ``apart`` and joins what ``inner`` has made of it."""
+
+    def __init__(self, apart: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.apart = apart
+        self.outer = torch.nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.outer(self.apart(x))
+
+
+PARTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "split": (lambda x: torch.cat([part * 2 for part in x.split(1)]), True),
+    "chunk": (lambda x: torch.cat([part.relu() for part in x.chunk(2)]), True),
+    "slices": (lambda x: torch.cat([x[:1], x[1:]]), True),
+    "items": (lambda x: torch.stack([row.view(1, -1)[0] for row in x]), True),
+    "unbind": (lambda x: torch.cat([row[None] for row in x.unbind()]), True),
+    "repeated": (lambda x: torch.stack([row for row in x for _ in range(2)]).view(-1, 2, 3)[:, 0], True),
+    "reversed": (lambda x: torch.cat([x[at : at + 1] for at in reversed(range(len(x)))]), False),
+    "rolled": (lambda x: torch.cat([x[1:], x[:1]]), False),
+}
+
+
+@both
+@pytest.mark.parametrize("name", PARTS)
+def test_a_batch_that_is_taken_apart_and_joined(name: str, compile: bool) -> None:
+    apart, is_in_order = PARTS[name]
+    model = Along(Joined(apart))
+    a, b = torch.rand(2, 3), torch.rand(3, 3)
+    with model.trace(compile=compile) as tracer:
+        with tracer.invoke(a):
+            size = len(model.outer.input).save()
+            model.outer.input[:] = 0
+        with tracer.invoke(b):
+            out = model.output.save()
+    assert size == (2 if is_in_order else 5)
+    close(out, apart(b) if is_in_order else torch.zeros(5, 3))
+
+
+class Apart(torch.nn.Module):
+    """Returns a container with one item for each row."""
+
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> Any:
+        items = [row * 1 for row in x]
+        return {"items": items, "all": (x, 3)} if self.kind is dict else self.kind(items)
+
+
+class Together(torch.nn.Module):
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self.apart = Apart(kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = self.apart(x)
+        return torch.stack(list(found["items"] if isinstance(found, dict) else found))
+
+
+@both
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_a_list_with_an_item_for_each_row(kind: type, compile: bool) -> None:
+    model = Along(Together(kind))
+    a, b = torch.rand(2, 3), torch.rand(3, 3)
+    for _ in range(2):
+        with model.trace(compile=compile) as tracer:
+            with tracer.invoke(a):
+                found = model.apart.output["items"] if kind is dict else model.apart.output
+                seen = (len(found), type(found)).save()
+                found[-1][:] = 0
+            with tracer.invoke(b):
+                if kind is dict:
+                    model.apart.output["items"][0] = torch.ones(3)
+                else:
+                    model.apart.output = kind([torch.ones(3), *model.apart.output[1:]])
+                out = model.output.save()
+            with tracer.invoke():
+                whole = model.output.save()
+        assert seen == (2, list if kind is dict else kind)
+        close(out, torch.cat([torch.ones(1, 3), b[1:]]))
+        close(whole, torch.cat([a[:1], torch.zeros(1, 3), out]))
+    with pytest.raises(ReplacementShapeError, match="has 3 items at `model.apart.output`"), model.trace(compile=compile) as tracer:
+        with tracer.invoke(a):
+            pass
+        with tracer.invoke(b):
+            if kind is dict:
+                model.apart.output["items"].pop()
+            else:
+                model.apart.output = model.apart.output[1:]
 
 
 @both

@@ -228,7 +228,9 @@ class Recording(PieceRunner):
         tap = self.tap
         if tap is None or tap.location != location:
             return
-        self._check_leaves(tap, flatten(old)[0], new)
+        leaves, structure = flatten(old)
+        if structure == tap.structure:  # in an invoke, a list may have fewer items: the value of all invokes is checked later
+            self._check_leaves(tap, leaves, new)
 
     def _check_leaves(self, tap: Tap, old_leaves: list[Any], new: Any) -> None:
         """Raise if ``new`` cannot replace the value of ``tap``, whose leaves have the metadata of ``old_leaves``."""

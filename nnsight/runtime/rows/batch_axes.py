@@ -7,6 +7,8 @@ and kind of input; after that, a location costs a look-up.
 
 * A batch axis may have several entries for each row, such as the ``[batch * sequence]`` of a router. :class:`Rows` has their order.
 * If two dimensions grow with the rows (scores of every row against every row), the first is narrowed.
+* A list or tuple with one item for each row, in both runs of the probe, is narrowed to the items of the invoke.
+* If the model sorts the entries by something other than the rows, each invoke gets the whole tensor, and a warning says so.
 * Sizes are taken from the tensor of the run, so sequences and beams may grow. A tensor whose size is no multiple of the number of rows
   is not narrowed.
 * Where the probe has no result (an optional argument, or a model that does not run on fake tensors), the first dimension is the batch axis
@@ -18,7 +20,8 @@ the invokes have together. If ``_batch`` builds another structure, first dimensi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +29,8 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..batched_containers import is_batched_container
+
+logger = logging.getLogger("nnsight.runtime")
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,9 @@ class Rows:
 #: The rule for tensors that were not probed: the first dimension, if its size is the number of rows.
 FIRST = Rows(0, exact=True)
 
+#: Stands for a batch axis whose entries are in an unknown order. It fits no tensor.
+MIXED_ROWS = Rows(0, rank=-1)
+
 #: The rule for the result of a generation: one or several sequences for each row.
 SEQUENCES = Rows(0)
 
@@ -90,16 +98,17 @@ class OccurrenceRows:
     """The batch axes of the value at one occurrence of a location."""
 
     rows: dict[str, Rows | None]  # the batch axis of each leaf, by the leaf's path; `None` for a leaf without rows
+    row_lists: frozenset[str] = frozenset()  # the paths of lists and tuples with one item for each row, see `lists_in`
     otherwise: Rows = FIRST  # the rule for leaves that were not probed
     #: A cache of the results of `of`, the latest structure first.
     known: list[tuple[pytree.TreeSpec, tuple[Rows | None, ...]]] = field(default_factory=list)
 
-    def of(self, value: Any, structure: pytree.TreeSpec) -> tuple[Rows | None, ...]:
+    def of(self, value: Any, structure: pytree.TreeSpec, is_leaf: Callable[[Any], bool]) -> tuple[Rows | None, ...]:
         """Return the batch axis of each leaf of ``value``, whose pytree spec is ``structure``."""
         for other, found in self.known:
             if other == structure:
                 return found
-        found = tuple(self.rows.get(path, self.otherwise) for path in leaf_paths(value))
+        found = tuple(self.rows.get(path, self.otherwise) for path in leaf_paths(value, is_leaf))
         del self.known[8:]
         self.known.insert(0, (structure, found))
         return found
@@ -111,19 +120,44 @@ class BatchDims:
 
     by_location: dict[str, tuple[OccurrenceRows, ...]] = field(default_factory=dict)  # one for each occurrence, or one if all are equal
     in_containers: dict[str, Rows | None] = field(default_factory=dict)  # rows of tensors in batched containers, by class and attribute
+    mixed: set[str] = field(default_factory=set)  # the locations of which a warning has said that their rows are mixed
 
-    def of(self, location: str, occurrence: int, value: Any, structure: pytree.TreeSpec) -> Sequence[Rows | None]:
+    def of(
+        self, location: str, occurrence: int, value: Any, structure: pytree.TreeSpec, is_leaf: Callable[[Any], bool] = is_batched_container
+    ) -> Sequence[Rows | None]:
         """Return the batch axis of each leaf of ``value`` at ``location``; ``None`` for a leaf without rows."""
         occurrences = self.by_location.get(location)
         if occurrences is None:
             return (FIRST,) * structure.num_leaves
-        return occurrences[occurrence % len(occurrences)].of(value, structure)
+        found = occurrences[occurrence % len(occurrences)].of(value, structure, is_leaf)
+        if MIXED_ROWS in found and location not in self.mixed:
+            self.mixed.add(location)
+            logger.warning(
+                "Each invoke sees and edits all rows of the batch at `%s`, because the model puts their entries into an order of its own.",
+                location,
+            )
+        return found
+
+    def row_lists(self, location: str, occurrence: int, value: Any, rows: int) -> list[Any]:
+        """Return the lists and tuples in ``value`` at ``location`` that have one item for each of the ``rows``."""
+        occurrences = self.by_location.get(location, ())
+        paths = occurrences[occurrence % len(occurrences)].row_lists if occurrences else None
+        return [found for path, found in lists_in(value) if path in paths and len(found) == rows] if paths else []
 
 
-def leaf_paths(value: Any) -> list[str]:
+def lists_in(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the lists and tuples in ``value``, with a path for each."""
+    if type(value) in (list, tuple):
+        yield path, value
+    items = value.items() if isinstance(value, dict) else enumerate(value) if type(value) in (list, tuple) else ()
+    for key, item in items:
+        yield from lists_in(item, f"{path}[{key!r}]")
+
+
+def leaf_paths(value: Any, is_leaf: Callable[[Any], bool] = is_batched_container) -> list[str]:
     """Return a path for each leaf of ``value``, such as ``[0]['hidden']``. Batched containers are leaves."""
     try:
-        return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value, is_leaf=is_batched_container)[0]]
+        return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value, is_leaf=is_leaf)[0]]
     except ValueError:  # a container type is registered with pytree without keys
-        leaves, structure = pytree.tree_flatten(value, is_leaf=is_batched_container)
+        leaves, structure = pytree.tree_flatten(value, is_leaf=is_leaf)
         return [f"{number} of {structure}" for number in range(len(leaves))]

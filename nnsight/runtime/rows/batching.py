@@ -116,12 +116,15 @@ class View:
         self._group = group
         self._location = location
         self._whole = whole
-        self._leaves, self._structure = pytree.tree_flatten(whole, is_leaf=is_batched_container)
-        found = group.dims.of(location, occurrence, whole, self._structure)
+        row_lists = group.dims.row_lists(location, occurrence, whole, group.total)
+        self._is_leaf = partial(_is_one_of, list(map(id, row_lists))) if row_lists else is_batched_container
+        self._leaves, self._structure = pytree.tree_flatten(whole, is_leaf=self._is_leaf)
+        found = group.dims.of(location, occurrence, whole, self._structure, self._is_leaf)
         self._rows: list[Rows | None] = []
         self._given: list[Any] = []  # the leaves of `value`, kept separately because the block may change its containers
-        given = []
+        given: list[Any] = []
         taken: dict[int, tuple[Rows | None, torch.Tensor]] = {}  # one view for each tensor, which may occur several times
+        kept: Any
         for leaf, place in zip(self._leaves, found, strict=True):
             rows = None
             if isinstance(leaf, torch.Tensor):
@@ -137,6 +140,9 @@ class View:
             elif isinstance(leaf, RowSequence):
                 kept = leaf.part(group.items_of(leaf))
                 given.append(kept)
+            elif isinstance(leaf, list | tuple):  # one of `row_lists`
+                kept = list(leaf[group.start : group.start + group.size])
+                given.append(type(leaf)(kept))
             else:
                 kept = leaf
                 given.append(leaf)
@@ -152,6 +158,9 @@ class View:
             ReplacementShapeError: If a replacement does not have the shape of the invoke's rows.
         """
         left_leaves, structure = pytree.tree_flatten(left, is_leaf=is_batched_container)
+        if self._is_leaf is not is_batched_container:
+            with contextlib.suppress(ValueError):
+                left_leaves, structure = self._structure.flatten_up_to(left), self._structure
         if structure != self._structure:
             message = structure_message(self._location, structure, self._structure)
             raise ReplacementShapeError(f"{message} With several invokes each may replace its own rows only.")
@@ -175,10 +184,23 @@ class View:
                         "many rows it has."
                     )
                 whole.put_items(self._group.items_of(whole), new)
+            elif isinstance(whole, list | tuple):
+                leaves[index] = self._put_in_list(whole, given, new)
             elif given is not new:
                 leaves[index] = new
             changed = changed or leaves[index] is not whole
         return pytree.tree_unflatten(leaves, self._structure) if changed else self._whole
+
+    def _put_in_list(self, whole: Any, given: list[Any], new: Any) -> Any:
+        """Return ``whole``, a list or tuple with one item for each row, with ``new`` in place of the ``given`` items."""
+        if type(new) is not type(whole) or len(new) != len(given):
+            raise ReplacementShapeError(
+                f"This invoke has {len(given)} items at `{self._location}` and left {new!r}: an invoke may not change how many rows it has."
+            )
+        if all(one is other for one, other in zip(given, new, strict=True)):
+            return whole
+        start, end = self._group.start, self._group.start + self._group.size
+        return type(whole)([*whole[:start], *new, *whole[end:]])
 
     def _put_in_container(self, place: str, whole: torch.Tensor, given: torch.Tensor, new: Any) -> Any:
         rows = _rows_in_container(self._group, place, whole)
@@ -193,6 +215,11 @@ class View:
                 "The rows of all invokes share one tensor there, so none can change its size."
             )
         return self._group.put(where, whole, rows, given, new)
+
+
+def _is_one_of(ids: Sequence[int], value: Any) -> bool:
+    """Whether ``value`` is a leaf: a batched container, or one of the objects with these ids."""
+    return id(value) in ids or is_batched_container(value)
 
 
 def _must_be_put(group: BatchGroup, whole: torch.Tensor, rows: Rows, given: torch.Tensor) -> bool:

@@ -25,8 +25,12 @@ _TAG = "_nnsight_outer"
 #: Attribute of a permutation that a sort has returned: the order before the sort.
 _BEFORE = "_nnsight_before"
 
+#: Attribute of a part of a batch: the rows of its entries in the former batch axis, or one row if all of it belongs to that row.
+_ROWS = "_nnsight_rows"
+
 _aten = torch.ops.aten
 _VIEWS = {_aten.view, _aten._unsafe_view, _aten.reshape, _aten._reshape_alias}
+_SPLITS = {_aten.split, _aten.split_with_sizes, _aten.unbind, _aten.tensor_split, _aten.chunk}
 _SORTS = {_aten.sort, _aten.argsort, _aten.topk}
 _PICKS = {_aten.index, _aten.index_select, _aten.gather, _aten.take_along_dim}
 _PUTS = {
@@ -56,14 +60,42 @@ class RowOrder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        for number, tensor in enumerate(pytree.tree_leaves(result)):
-            if isinstance(tensor, torch.Tensor):
-                dim = batch_dim(tensor.shape, self._rows)
-                if dim is not None:
-                    outer = self._outer(func.overloadpacket, args, kwargs, tensor, dim, number)
-                    if outer != 1 or hasattr(tensor, _TAG):
-                        setattr(tensor, _TAG, outer)
+        tensors = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        start = 0  # of a part in the axis that is split
+        for number, tensor in enumerate(tensors):
+            dim = batch_dim(tensor.shape, self._rows)
+            if dim is not None:
+                outer = self._outer(func.overloadpacket, args, kwargs, tensor, dim, number)
+                if outer != 1 or hasattr(tensor, _TAG):
+                    setattr(tensor, _TAG, outer)
+            else:
+                rows, start = self._rows_of_part(func.overloadpacket, args, kwargs, tensor, start)
+                if rows is not None:
+                    setattr(tensor, _ROWS, rows)
         return result
+
+    def _rows_of_part(self, packet: Any, args: Any, kwargs: Any, part: torch.Tensor, start: int) -> tuple[tuple[int, ...] | None, int]:
+        """Return the rows of the entries of a part of a batch, and where the next part starts in the axis that an operation splits."""
+        first = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)), None)
+        axis = None if first is None else batch_dim(first.shape, self._rows)
+        if first is None:
+            return None, 0
+        if axis is None or packet not in (*_SPLITS, _aten.select, _aten.slice):
+            known = {getattr(leaf, _ROWS) for leaf in pytree.tree_leaves((args, kwargs)) if hasattr(leaf, _ROWS)}
+            rows = known.pop() if len(known) == 1 else None
+            return (rows if rows and len(rows) in (1, *part.shape[:1]) else None), 0
+        is_split = packet in _SPLITS
+        dim = self._argument(args, kwargs, 1 if not is_split or packet is _aten.unbind else 2, "dim", 0)
+        if dim % first.dim() != axis or outer_of(first) == MIXED:
+            return None, 0
+        whole, size = first.shape[axis], part.shape[axis] if part.dim() == first.dim() else 1
+        if not is_split:
+            start = self._argument(args, kwargs, 2, "index" if packet is _aten.select else "start", 0) or 0
+            start = max(0, start + whole if start < 0 else start)
+        inner = max(self._entries(first) // max(outer_of(first), 1), 1)
+        step = self._argument(args, kwargs, 4, "step", 1) if packet is _aten.slice else 1
+        rows = tuple((start + step * index) // inner % self._rows for index in range(size))
+        return (rows[:1] if len(set(rows)) == 1 else rows if axis == 0 else None), start + size
 
     def _outer(self, packet: Any, args: Any, kwargs: Any, result: torch.Tensor, dim: int, number: int) -> int:
         entries = result.shape[dim] // self._rows
@@ -80,7 +112,9 @@ class RowOrder(TorchDispatchMode):
             return outer_of(first) * times if self._entries(first) * times == entries else 1
         if packet is _aten.repeat_interleave and first is not None:
             return outer_of(first)
-        if packet is _aten.cat and self._argument(args, kwargs, 1, "dim", 0) % result.dim() == dim:
+        if packet in (_aten.cat, _aten.stack) and self._argument(args, kwargs, 1, "dim", 0) % result.dim() == dim:
+            if packet is _aten.stack or any(hasattr(part, _ROWS) for part in args[0]):
+                return self._after_parts(args[0], result.shape[dim], dim if packet is _aten.cat else None)
             return self._after_cat(args[0])
         if packet in _PUTS:
             back = [getattr(index, _BEFORE) for index in given[1:] if hasattr(index, _BEFORE)]
@@ -133,6 +167,19 @@ class RowOrder(TorchDispatchMode):
         if len(inner) > 1 or 0 in inner or any(outer_of(part) == MIXED for part in parts):
             return MIXED
         return sum(outer_of(part) for part in parts)
+
+    def _after_parts(self, parts: list[torch.Tensor], size: int, dim: int | None) -> int:
+        """Return the order after joining parts of batches along ``dim``, or along a new dimension (``None``), to ``size`` entries."""
+        rows: list[int] = []
+        for part in parts:
+            own, count = getattr(part, _ROWS, ()), 1 if dim is None else part.shape[dim]
+            if part.numel():
+                rows += own * count if len(own) == 1 else own
+        if dim is None and not rows:
+            return 1
+        inner = next((index for index, row in enumerate(rows) if row != rows[0]), 1)
+        in_order = [index // inner % self._rows for index in range(size)]
+        return size // self._rows // inner if rows == in_order else MIXED
 
     @staticmethod
     def _argument(args: Any, kwargs: Any, position: int, name: str, default: int) -> int:

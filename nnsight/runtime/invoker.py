@@ -204,9 +204,10 @@ class Barrier:
     def _wait(self, run: Interleaver) -> None:
         mediator = run.current
         assert mediator is not None
+        waits = len(self._arrived) + 1 < self.participants
         if run.recorder is not None:
-            run.recorder.barrier(self, self.participants)
-        if len(self._arrived) + 1 < self.participants:
+            run.recorder.barrier(self, self.participants, waits)
+        if waits:
             self._arrived.append(mediator)
             mediator.pause(f"barrier({self.participants})")
             return

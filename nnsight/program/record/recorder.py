@@ -319,6 +319,8 @@ class Recorder(NodeRecorder):
                 raise refused(f"A tensor inside a cache at `{visit.site}` is replaced. Edit it in place instead.")
             self.emit("write", **visit.place(number), value=value)
         self.edits.end_visit()
+        if visit.barrier is not None:
+            self.emit("barrier", **visit.barrier)
         return visit.for_model(left)
 
     def _write_edits(self, visit: Visit) -> None:
@@ -364,9 +366,14 @@ class Recorder(NodeRecorder):
 
         return write_tree(value, leaf)
 
-    def barrier(self, barrier: Any, participants: int) -> None:
-        """Record that a block waits at a barrier."""
-        self.emit("barrier", id=self._barriers.setdefault(barrier, len(self._barriers)), of=participants)
+    def barrier(self, barrier: Any, participants: int, waits: bool) -> None:
+        """Record that a block is at a barrier. If it ``waits`` there, its visit ends, and its edits must come before."""
+        fields = {"id": self._barriers.setdefault(barrier, len(self._barriers)), "of": participants}
+        visit = next((visit for visit in self._visits if visit.block == self.block), None)
+        if waits and visit is not None:
+            visit.barrier = fields
+        else:
+            self.emit("barrier", **fields)
 
     @unseen
     def apply(self, path: str, module: torch.nn.Module, args: Any, kwargs: Any, hook: bool) -> Any:

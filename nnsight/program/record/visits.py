@@ -83,6 +83,7 @@ class Visit:
     keys: list[tuple[str, int]] = field(default_factory=list)  # for each leaf of a dict: its key, and the number of the first leaf there
     lists: dict[str | None, list[int]] = field(default_factory=dict)  # lengths of the lists in the value, by key if it is a dict
     edited: set[int] = field(default_factory=set)  # `read` nodes of leaves that were edited in place
+    barrier: dict[str, Any] | None = None  # the barrier in which the block waits when it leaves the location
 
     def place(self, number: int) -> dict[str, Any]:
         """Return the content of a node that names the leaf in ``places[number]``."""

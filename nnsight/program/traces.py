@@ -27,7 +27,7 @@ class ProgramTrace(Backend):
         model = tracer._model
         driver = tracer._choose_driver()
         recorded = record(tracer, super().__call__(tracer), for_other_inputs=True)
-        tracer.program = Program(recorded.job, recorded.fixed, tracer.info)
+        tracer.program = Program(recorded.program, recorded.fixed, tracer.info)
         bound = BoundProgram(recorded.job, model, (), recorded.tensors)
         args, kwargs = recorded.arguments
         tensors = bound.inputs.placed(anew=True)
@@ -82,4 +82,4 @@ def program_of(rerun: Rerun | None, ran_here: bool) -> Program:
     finally:
         saves.reset(token)
         tracer._close()
-    return Program(recorded.job, recorded.fixed, block, report.breaks)
+    return Program(recorded.program, recorded.fixed, block, report.breaks)

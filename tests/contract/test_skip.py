@@ -14,7 +14,7 @@ import nnsight
 from nnsight import NNsight, fx
 from nnsight.runtime import OutOfOrderError
 
-from ..conftest import CACHE, Case, Hooks, Layer, Rows, agree, assert_no_instrumentation, both, same
+from ..conftest import CACHE, Case, Hooks, Layer, Rows, agree, assert_no_instrumentation, both, close, same
 
 
 class Stack(torch.nn.Module):
@@ -98,6 +98,21 @@ def test_compiled_what_is_skipped_is_not_computed(net: Stack, a: torch.Tensor) -
             model.second.skip(hidden)
             out = model.output.save()
         assert out.isfinite().all()
+
+
+@both
+def test_a_tensor_as_all_arguments(model: Rows, net: Stack, compile: bool, a: torch.Tensor) -> None:
+    """``.inputs = (x, {})`` is a call with ``x``, and does not matter if the module is skipped."""
+    with model.trace(a, compile=compile):
+        result = model.first.output
+        model.second.inputs = (torch.zeros_like(model.second.input), *model.second.inputs[1:])
+        model.second.skip(result)
+        skipped = model.output.save()
+    with model.trace(a, compile=compile):
+        model.second.inputs = torch.ones_like(model.second.input), {}
+        called = model.output.save()
+    close(skipped, net.head(net.first(a)[0]))
+    close(called, net.head(net.second(torch.ones_like(a))[0]))
 
 
 @both

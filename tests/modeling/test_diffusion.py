@@ -26,6 +26,9 @@ pytestmark = pytest.mark.slow
 STEPS = 3
 CAT, DOG = "a cat on the mat", "a dog"
 
+#: More tokens than the pipeline keeps.
+LONG = " ".join([CAT] * 4)
+
 
 @pytest.fixture(scope="module")
 def pipeline() -> Any:
@@ -126,10 +129,11 @@ def test_the_pipeline_is_as_it_was_after_a_run(model: DiffusionModel, pipeline: 
 
 
 @both
-def test_each_invoke_has_its_rows(model: DiffusionModel, pipeline: Any, compile: bool) -> None:
+@pytest.mark.parametrize("prompt", [DOG, LONG], ids=["short", "long"])
+def test_each_invoke_has_its_rows(model: DiffusionModel, pipeline: Any, prompt: str, compile: bool) -> None:
     """The empty prompt of the guidance and the prompt are two rows of one invoke, though they do not lie side by side."""
     with model.generate(**OPTIONS, compile=compile) as tracer:
-        with tracer.invoke(DOG):
+        with tracer.invoke(prompt):
             embedding = model.text_encoder.output[0].save()
             model.unet.mid_block.output *= 3
             one = tracer.result.images.save()
@@ -147,7 +151,7 @@ def test_each_invoke_has_its_rows(model: DiffusionModel, pipeline: Any, compile:
         return output * 3 if len(calls) == 1 else None
 
     with hooked(pipeline.unet.mid_block, at_first):
-        torch.testing.assert_close(one, reference(pipeline, DOG).images)
+        torch.testing.assert_close(one, reference(pipeline, prompt).images)
     seen: list[torch.Tensor] = []
     with hooked(pipeline.unet, lambda out: seen.append(out[0].clone())):
         expected = reference(pipeline, [CAT, "the mat"], first=1)

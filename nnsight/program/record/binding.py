@@ -7,10 +7,13 @@ contain such values, and names for them stay unbound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+import sys
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from ...runtime.batched_containers import is_batched_container, on_tensors
@@ -19,6 +22,9 @@ from ...tracing.saving import save, saves
 from ..format.payload import Job, encode
 from ..format.results import unpack_results
 from ..format.trees import ABSENT, NONE, leaves
+
+#: References to a fake tensor that only :attr:`Recorded.known` holds: by its tuple, a variable, and the argument of ``sys.getrefcount``.
+_OWN_REFERENCES = 3
 
 
 @dataclass
@@ -37,6 +43,7 @@ class Recorded:
     fixed: dict[str, str] = field(default_factory=dict)
     arguments: tuple[Any, dict[str, Any]] = ((), {})
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    kept: frozenset[int] = frozenset()  # the memory of the fake model, whose tensors must not become others
     _found: dict[tuple[int, int], Any] = field(default_factory=dict)
     _done: dict[int, Any] = field(default_factory=dict)
 
@@ -59,6 +66,7 @@ class Recorded:
                 if kind == "ref":
                     missing = None if result == NONE else ABSENT
                     self._found[content[0], content[1]] = tensors[result] if other == "tensor" else missing
+        self._fill_fakes()
         bound = {}
         for name, value in self.values.items():
             new = self._filled(value)
@@ -67,6 +75,11 @@ class Recorded:
             self._set(name, new)
         return bound
 
+    @property
+    def program(self) -> Job:
+        """The job with the values that have names only."""
+        return replace(self.job, saves={name: tree for name, tree in self.job.saves.items() if name in self.values})
+
     def forget(self) -> None:
         """Unbind the saved names, because no results will arrive."""
         for name in self.values:
@@ -74,11 +87,11 @@ class Recorded:
 
     def _filled(self, value: Any) -> Any:
         """Return ``value`` with results in place of fake tensors."""
+        if id(value) in self._done:
+            return self._done[id(value)]
         if isinstance(value, torch.Tensor):
             known = self.known.get(id(value))
             return value if known is None else self._found.get(known[1:], value)
-        if id(value) in self._done:
-            return self._done[id(value)]
         if isinstance(value, list):
             self._done[id(value)] = value
             value[:] = [new for item in value if (new := self._filled(item)) is not ABSENT]
@@ -105,6 +118,25 @@ class Recorded:
             return on_tensors(value, lambda _, tensor: self._filled(tensor))
         return value
 
+    def _fill_fakes(self) -> None:
+        """Turn the fake tensors that the user holds into their results, wherever they are.
+
+        A view refers to its base, and torch swaps no tensor that others refer to. So views, which are newer, come first.
+        """
+        for key in [*self.known]:
+            fake = self.known[key][0]
+            if sys.getrefcount(fake) <= _OWN_REFERENCES:  # nobody else has it
+                del self.known[key]
+        for fake, node, output in reversed([*self.known.values()]):
+            real = self._found.get((node, output))
+            if isinstance(fake, FakeTensor) and isinstance(real, torch.Tensor) and fake.untyped_storage()._cdata not in self.kept:
+                memo = fake.fake_mode.fake_tensor_converter.meta_converter.tensor_memo  # has weak references, which torch refuses
+                for known in [known for known, value in memo.items() if value is fake]:
+                    del memo[known]
+                with contextlib.suppress(RuntimeError):
+                    torch.utils.swap_tensors(fake, real.view_as(real) if real.requires_grad else real.detach())
+                    self._done[id(fake)] = real if real.requires_grad else fake
+
     def _activation(self, leaf: Any) -> Any:
         """Return the result for a leaf of a cache of activations. Key-value caches are not sent, so they become ``None``."""
         return None if is_batched_container(leaf) else self._filled(leaf)
@@ -118,3 +150,4 @@ class Recorded:
             del cell.cell_contents
         else:
             cell.cell_contents = save(value)
+

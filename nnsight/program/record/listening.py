@@ -132,6 +132,10 @@ class OperatorMode(Guesses):
         self._recorder = recorder
         self._assignments = Assignments(recorder)
 
+    def forget(self) -> None:
+        """Let go of the tensors of the latest call."""
+        self._assignments = Assignments(self._recorder)
+
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self._recorder.listens:
             return super().__torch_dispatch__(operator, types, args, kwargs)

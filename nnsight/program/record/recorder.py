@@ -43,7 +43,7 @@ from .printing import captured_output
 from .pruning import pruned
 from .recorded_calls import NodeRecorder
 from .refusals import WITHOUT_SIZE, refused
-from .saved_values import saved_trees
+from .saved_values import HELD, held_tensors, saved_trees
 from .size_reads import unseen
 from .visits import Visit
 
@@ -109,6 +109,7 @@ class Recorder(NodeRecorder):
         self._barriers: dict[Any, int] = {}
         self._samples = False
         self._outer: dict[str, Any] = {}  # lists and dicts from outside, by name
+        self._holders: list[Any] = []  # all objects from outside that have names
         self._of_other_jobs: dict[int, Any] = {}  # fakes in the user's lists that wait for the results of earlier jobs
 
     # -- runs ------------------------------------------------------------------------------------------------------
@@ -117,7 +118,9 @@ class Recorder(NodeRecorder):
         """Run the block of ``tracer`` on fake tensors."""
         if self.runs_again:
             self._common = NamedInputs(tracer.info, self._variables(tracer))
-        self._outer |= {name: value for name, value in self._variables(tracer).items() if type(value) in (list, dict)}
+        variables = self._variables(tracer)
+        self._holders += variables.values()
+        self._outer |= {name: value for name, value in variables.items() if type(value) in (list, dict)}
         waiting = [leaf for leaf in pytree.tree_leaves(self._outer) if isinstance(leaf, FakeTensor)]
         self._of_other_jobs.update({id(leaf): leaf for leaf in waiting if leaf not in self._refs})
         call = called_by(tracer)[0]
@@ -191,6 +194,7 @@ class Recorder(NodeRecorder):
                 del tracer.make_mediator, tracer.make_interleaver
                 self.block, self.running = None, False
                 self._visits.clear()
+                operators.forget()
         self.runs, self.nodes = self.with_blocks()
 
     def with_blocks(self) -> tuple[list[dict[str, Any]], list[Node]]:
@@ -227,10 +231,13 @@ class Recorder(NodeRecorder):
         self.cuts.check()
         cuts = self.cuts
         trees = saved_trees(self, values)
+        held = held_tensors(self, trees, [*marked.values(), *values.values(), *self._holders])
+        if held:
+            trees |= saved_trees(self, {HELD: held})
         job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors, cuts.forced, cuts.printed)
         self.seeded(job)
         known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
-        return Recorded(job, values, known, tracer.scope, self.fixed, self.arguments, self.taken_by(job))
+        return Recorded(job, values, known, tracer.scope, self.fixed, self.arguments, self.taken_by(job), self.model.kept)
 
     @property
     def inputs(self) -> NamedInputs | None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.batched_containers import is_batched_container
 from ..format.errors import NotExpressibleError
-from ..format.trees import NONE, write_tree
+from ..format.trees import NONE, references, write_tree
 from ..run.occurrences import tensors_at
 
 if TYPE_CHECKING:
@@ -32,6 +33,43 @@ def saved_trees(recorder: Recorder, values: dict[str, Any]) -> dict[str, Any]:
     """
     with _last_turn(recorder):
         return {name: write_tree(value, functools.partial(saved_leaf, recorder, name)) for name, value in values.items()}
+
+
+#: The name of the saved tensors that are held only by objects of the user.
+HELD = "_held"
+
+#: Packages whose objects are not searched for tensors of the block: they are part of the model or of a library.
+_LIBRARIES = frozenset({"nnsight", "torch", "transformers", "numpy"})
+
+_MOST = 10_000
+
+
+def held_tensors(recorder: Recorder, trees: dict[str, Any], found: Iterable[Any]) -> list[torch.Tensor]:
+    """Return the fake tensors in the objects ``found``, and in all that they hold, that saved ``trees`` do not contain.
+
+    Such a tensor may be in an attribute, a set, or a dict with keys that a program cannot contain. At most :data:`_MOST` objects are
+    searched.
+    """
+    known = {reference for tree in trees.values() for reference in references(tree)}
+    held: dict[int, torch.Tensor] = {}
+    seen: set[int] = set()
+    pending = list(found)
+    while pending and len(seen) < _MOST:
+        value = pending.pop()
+        if id(value) in seen or isinstance(value, (str, bytes, int, float, type, types.ModuleType)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            if isinstance(value, FakeTensor) and recorder._refs.get(value, ()) not in known and value in recorder._refs:
+                held[id(value)] = value
+        elif isinstance(value, dict):
+            pending += [*value, *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            pending.extend(value)
+        elif type(value).__module__.partition(".")[0] not in _LIBRARIES and not isinstance(value, torch.nn.Module):
+            pending += getattr(value, "__dict__", {}).values()
+            pending += [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+    return list(held.values())
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ class FakeModel:
         #: For each kind of input, the occurrences (``None`` if they cannot be offered) and the operations of the model; ``None`` if blocks
         #: have replaced values in the first run, so that a run without blocks would be needed to know the occurrences.
         self._known: OrderedDict[Any, tuple[list[Occurrence] | None, int] | None] = OrderedDict()
-        self._storages = frozenset(self.storages())
+        self.kept = frozenset(self.storages())
         self._pristine = describe(self.by_path.values())
 
     def storages(self) -> set[int]:
@@ -140,7 +140,7 @@ class FakeModel:
         if self.like is not None and not torch.is_grad_enabled():  # cached fakes have no autograd graph
             with contextlib.suppress(TypeError):
                 key = tree.opened, costs is None, key_of((args, kwargs))
-        fresh = FreshFakes(self._storages)
+        fresh = FreshFakes(self.kept)
 
         def call(seen: list[Callable[[Any], Any]], run: Interleaver | None = interleaver) -> Any:
             counts["fake_runs"] += 1
@@ -150,7 +150,8 @@ class FakeModel:
             with tree.intercept(self.by_path):
                 made = observed(lambda: self.root(*given, **named), run, seen, fresh)
             if key is not None and made.occurrences is not None:
-                self._known[key] = made.occurrences, 0 if costs is None else costs.of_model - start
+                kept = FreshFakes(self.kept)  # blocks hold the tensors of this call, and these may become other tensors
+                self._known[key] = [found.with_tensors(kept) for found in made.occurrences], 0 if costs is None else costs.of_model - start
             elif key is not None and made.alike:
                 self._known.setdefault(key, None)
             while len(self._known) > _KEPT:
@@ -189,7 +190,7 @@ class FakeModel:
     def _ending(self, interleaver: Interleaver, steps: int, costs: Costs | None) -> Iterator[None]:
         """End a generation when it has made ``steps`` tokens, or when no block waits for a location before its end."""
         forward, calls, least = self.root.forward, 0, 1 if costs is None else 2
-        step = FakeSteps(forward, interleaver, self._storages, costs)
+        step = FakeSteps(forward, interleaver, self.kept, costs)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls

@@ -132,6 +132,10 @@ class Occurrence(NamedTuple):
         assert self.leaves is not None
         return pytree.tree_unflatten([copied(leaf, fresh) for leaf in self.leaves], self.structure)
 
+    def with_tensors(self, fresh: FreshFakes) -> Occurrence:
+        """Return the same occurrence with new fake tensors."""
+        return self if self.leaves is None else self._replace(leaves=tuple(copied(leaf, fresh) for leaf in self.leaves))
+
     def again(self, fresh: FreshFakes, replaced: Set[int], value: Any) -> Any:
         """Return the kept value, or the model's own ``value`` if it cannot be kept, contains a cache, or has memory that was replaced."""
         if self.leaves is None or any(map(is_batched_container, self.leaves)) or self.shares(replaced):

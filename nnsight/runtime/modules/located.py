@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+import torch
+
 from ..iteration import running_mediator
 from .eproperty import eproperty
 from .tree import ModuleTree
@@ -49,7 +51,15 @@ class Located:
 
     @eproperty(key="input", description="all arguments of the call")
     def inputs(self) -> Any:
-        """All arguments of the call, as ``(args, kwargs)``: a tuple and a dict."""
+        """All arguments of the call, as ``(args, kwargs)``: a tuple and a dict.
+
+        A tensor in place of the tuple is a call with this positional argument: ``.inputs = x, {}`` is the same as ``.inputs = (x,), {}``.
+        """
+
+    @inputs.postprocess
+    def inputs(self, value: Any) -> Any:
+        is_short = isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor) and isinstance(value[1], dict)
+        return ((value[0],), value[1]) if is_short else value
 
     def skip(self, value: Any) -> None:
         """Skip the call and let it return ``value``. Nothing inside the module or function runs.

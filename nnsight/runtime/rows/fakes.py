@@ -84,6 +84,9 @@ class Guesses(TorchDispatchMode):
                 made._is_checked = True
             return made
         except DataDependentOutputException:
+            if func is torch.ops.aten.equal.default:
+                self.made += args[0].shape == args[1].shape  # tensors of different shapes are not equal
+                return False
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
             if getattr(args[0], "_is_checked", False):

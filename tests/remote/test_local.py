@@ -267,6 +267,23 @@ def test_examples_are_recorded_without_weights_and_run_elsewhere(demo: Any) -> N
     assert not client.dispatched
 
 
+def test_the_first_remote_use_of_a_lazy_model_can_be_a_session(demo: Any) -> None:
+    """The copy of the model for recordings is then made between the traces of the session."""
+    client = nnsight.LanguageModel("nnsight/demo")
+
+    def two_traces(model: Any, **where: Any) -> Any:
+        with model.session(**where):
+            with model.trace(PROMPT):
+                hidden = model.transformer.h[0].output
+            with model.trace(OTHER):
+                model.transformer.h[0].output[:, -1] = hidden[:, -1]
+                logits = model.lm_head.output.save()
+        return logits
+
+    same(two_traces(client, backend=LocalBackend(demo)), two_traces(demo))
+    assert not client.dispatched
+
+
 def test_nothing_of_the_client_is_sent_but_what_is_needed(model: Any) -> None:
     kept, steering = Catch(), torch.ones(model.config.n_embd)
     with model.trace(PROMPT, backend=kept):

@@ -179,22 +179,21 @@ class Recorder(NodeRecorder):
         self.report = tracer.report
         # A block can need a value before the model is called. The job for that value also stops before the call, so it needs no input.
         self.runs.append({"call": call, "args": {"list": []}, "kwargs": {"dict": []}})
-        with quiet_fakes:
-            self.model = fake_model_of(modules)
         operators = OperatorMode(self)
-        with torch.no_grad(), quiet_fakes, tolist_as_one_call, self.mode:
-            tracer._call = (drive, PreparedRun(model), args, kwargs)
-            tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
-            tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
-            self.running = True
-            try:
-                with operators, self, self.checked_functions(), captured_output(self.prints):
+        tracer._call = (drive, PreparedRun(model), args, kwargs)
+        tracer.make_mediator = lambda *given, **named: RecordingMediator(self, *given, **named)
+        tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
+        self.running = True
+        try:
+            with torch.no_grad(), quiet_fakes:
+                self.model = fake_model_of(modules)
+                with tolist_as_one_call, self.mode, operators, self, self.checked_functions(), captured_output(self.prints):
                     run()
-            finally:
-                del tracer.make_mediator, tracer.make_interleaver
-                self.block, self.running = None, False
-                self._visits.clear()
-                operators.forget()
+        finally:
+            del tracer.make_mediator, tracer.make_interleaver
+            self.block, self.running = None, False
+            self._visits.clear()
+            operators.forget()
         self.runs, self.nodes = self.with_blocks()
 
     def with_blocks(self) -> tuple[list[dict[str, Any]], list[Node]]:

@@ -40,6 +40,20 @@ def test_a_trace_has_its_program(compile: Any) -> None:
     torch.testing.assert_close(found, Hooks(net).output("1", lambda value: value + 0.5 * direction)(y))
 
 
+def test_a_trace_under_inference_mode_has_its_program() -> None:
+    net, x = stack(), torch.randn(3, 6)
+    model = NNsight(net)
+    with torch.inference_mode():
+        direction = torch.randn(6)
+        with model.trace(x, program=True) as tracer:
+            model[1].output[:] += 2 * direction
+            out = model[3].output.save()
+        other = torch.randn(6)
+        found = tracer.program.bind(model, inputs=["direction"])(x, direction=other)["out"]
+        expected = [Hooks(net).output("1", lambda value, added=added: value + 2 * added)(x) for added in (direction, other)]
+    torch.testing.assert_close([out, found], expected)
+
+
 def test_parameters_of_a_module_of_ones_own_are_trained() -> None:
     net, x, probe = stack(), torch.randn(3, 6), nn.Linear(6, 2)
     model = NNsight(net)

@@ -284,6 +284,39 @@ def test_the_first_remote_use_of_a_lazy_model_can_be_a_session(demo: Any) -> Non
     assert not client.dispatched
 
 
+def edits_of_own_tensors(model: Any, **where: Any) -> Any:
+    added = torch.ones(model.config.n_embd)
+    with model.trace(PROMPT, **where):
+        model.transformer.h[0].output += added
+        added *= 2
+        model.transformer.h[0].output += added
+        added[1:].add_(1)
+        model.transformer.h[1].output[:, -1] = added
+        logits = model.lm_head.output.save()
+    return logits, added
+
+
+def values_of_an_earlier_trace(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        hidden = model.transformer.h[0].output[:, -1].save()
+    hidden = hidden * 2
+    with model.trace(OTHER, **where):
+        model.transformer.h[1].output[:, -1] = hidden
+        with torch.inference_mode():
+            logits = model.lm_head.output.softmax(-1).save()
+    return logits
+
+
+@pytest.mark.parametrize("where", [REMOTE, {"program": True}], ids=str)
+@pytest.mark.parametrize(
+    "example", [tokens_of_every_step, edits_of_own_tensors, values_of_an_earlier_trace], ids=lambda example: example.__name__
+)
+def test_blocks_are_recorded_under_inference_mode(model: Any, example: Callable[..., Any], where: Any) -> None:
+    """Inference tensors count no edits, so the values of the user's own ones are compared."""
+    with torch.inference_mode():
+        same(quietly(example, model, **where), quietly(example, model))
+
+
 def test_nothing_of_the_client_is_sent_but_what_is_needed(model: Any) -> None:
     kept, steering = Catch(), torch.ones(model.config.n_embd)
     with model.trace(PROMPT, backend=kept):

@@ -11,6 +11,7 @@ of its name in the block is an operand of a call of torch, as in ``alpha * hidde
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import sys
 import types
@@ -97,7 +98,7 @@ class NamedInputs:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         names = {name for tensor in tensors for name in self._look_up(tensor)[2] if name is not None}
         given, named = pytree.tree_map_only(torch.Tensor, self.value_of, (args, kwargs))
-        with _disable_current_modes():
+        with _disable_current_modes(), edits_allowed(function, given, named):
             found = function(*given, **named)
         values = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
         if edits_in_place(function) and id(edited_by(args, kwargs)) in self._known:
@@ -186,6 +187,12 @@ def _operands_of(block: Block) -> Iterable[tuple[_Position, list[ast.Name]]]:
 def edited_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the object that a call of an in-place function edits."""
     return kwargs.get("out", args[0] if args else None)
+
+
+def edits_allowed(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> contextlib.AbstractContextManager[Any]:
+    """Return a context for a call of ``function`` on real tensors. Inference tensors can only be edited in place in inference mode."""
+    edited = edited_by(args, kwargs) if edits_in_place(function) else None
+    return torch.inference_mode() if isinstance(edited, torch.Tensor) and edited.is_inference() else contextlib.nullcontext()
 
 
 def input_tree(value: Any, tensors: dict[str, torch.Tensor]) -> Any:

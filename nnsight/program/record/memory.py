@@ -13,6 +13,7 @@ from ..format.errors import NotExpressibleError
 from ..format.nodes import write_argument
 from ..format.operators import NAMES
 from ..format.trees import references, with_references
+from .inputs import edits_allowed
 from .refusals import here, refused, why_demand
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class OwnTensors:
         """Call a function on the block's own tensors."""
         try:
             with _disable_current_modes():
-                result = function(*args, **kwargs)
+                with edits_allowed(function, args, kwargs):
+                    result = function(*args, **kwargs)
                 given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor]
                 with torch._C.DisableTorchFunction():
                     if type(result) is torch.Tensor and not torch._C._are_functorch_transforms_active():  # their tensors have no storage
@@ -177,6 +179,19 @@ class InPlaceEdits:
             used = next(references(nodes[number].get("args", [])), None)
             if used is not None and roots[number] in older_roots and roots[used[0]] == read:
                 roots[number] = read
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return the number of edits of a tensor in place; -1 for an inference tensor, which does not count them."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def is_unedited(tensor: torch.Tensor, version: int, copied: torch.Tensor) -> bool:
+    """Whether a tensor is as it was at ``version``, when it was copied. The values of inference tensors are compared."""
+    if not tensor.is_inference():
+        return tensor._version == version
+    with _disable_current_modes():
+        return torch.equal(tensor, copied)
 
 
 def share_memory(tensor: torch.Tensor, result: Any) -> bool:

@@ -33,7 +33,7 @@ from ..run.fake_runs import FakeModel
 from .demands import NEEDS_VALUES, VALUES, Cuts, NoOperatorError
 from .indexing import with_bounds
 from .inputs import edited_by
-from .memory import InPlaceEdits, OwnTensors, share_memory
+from .memory import InPlaceEdits, OwnTensors, is_unedited, share_memory, version_of
 from .printing import Prints
 from .recorded_gradients import Gradients
 from .refusals import WITHOUT_SIZE, position, refused, why_demand
@@ -90,7 +90,7 @@ class NodeRecorder(SizeReads):
         self._paused = False
         self._refs = References(self)
         self._roots: list[int] = []  # for each node, the node that made the memory of its result
-        self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, fake)
+        self._constants: Any = WeakIdKeyDictionary()  # the block's own tensor -> (version, copy, fake)
         self._visits: list[Visit] = []  # visits that have not ended
         self.moves = 0
         self._unknown: Any = None  # the `ShapeEnv` of sizes that depend on values
@@ -135,8 +135,8 @@ class NodeRecorder(SizeReads):
                 self._refs[fake] = (self.emit("weight", name=name), 0)
             return fake
         kept = self._constants.get(tensor)
-        if kept is not None and kept[0] == tensor._version:
-            return kept[1]
+        if kept is not None and is_unedited(tensor, *kept[:2]):
+            return kept[2]
         if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype.is_complex:
             raise refused("A meta tensor, a sparse tensor, or a complex tensor cannot be sent.")
         with _disable_current_modes():
@@ -148,8 +148,8 @@ class NodeRecorder(SizeReads):
             name = f"#{len(self.tensors)}"
         self.tensors[name] = copied
         if not self.own.has(tensor):
-            self.originals[name] = tensor, tensor._version
-        self._constants[tensor] = (tensor._version, fake)
+            self.originals[name] = tensor, version_of(tensor)
+        self._constants[tensor] = (version_of(tensor), copied, fake)
         self._refs[fake] = (self.emit("const", tensor=name), 0)
         if tensor.requires_grad and not self.gradients.running:
             self.gradients.require(fake)

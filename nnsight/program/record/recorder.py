@@ -39,6 +39,7 @@ from .binding import Recorded
 from .demands import Cuts, tolist_as_one_call
 from .inputs import NamedInputs, input_tree
 from .listening import OBSERVERS, OperatorMode, PreparedRun, RecordingInterleaver, RecordingMediator
+from .memory import is_unedited
 from .printing import captured_output
 from .pruning import pruned
 from .recorded_calls import NodeRecorder
@@ -154,7 +155,10 @@ class Recorder(NodeRecorder):
         self._finish_inputs()
 
     def _run(self, tracer: Any, note: Callable[[Any, Any], None], run: Callable[[], Any]) -> None:
-        """Run the model and the blocks of ``tracer`` on fake tensors. ``note`` is called with the prepared arguments of the model."""
+        """Run the model and the blocks of ``tracer`` on fake tensors. ``note`` is called with the prepared arguments of the model.
+
+        They run outside inference mode, because inference tensors do not count their edits.
+        """
         call, root = called_by(tracer)
         modules, (_, model, args, kwargs) = tracer._modules, tracer._call
         counts["recordings"] += 1
@@ -185,7 +189,7 @@ class Recorder(NodeRecorder):
         tracer.make_interleaver = lambda *given, **named: RecordingInterleaver(self, *given, **named)
         self.running = True
         try:
-            with torch.no_grad(), quiet_fakes:
+            with torch.inference_mode(False), torch.no_grad(), quiet_fakes:
                 self.model = fake_model_of(modules)
                 with tolist_as_one_call, self.mode, operators, self, self.checked_functions(), captured_output(self.prints):
                     run()
@@ -210,8 +214,8 @@ class Recorder(NodeRecorder):
 
     def taken_by(self, job: Job) -> dict[str, torch.Tensor]:
         """Return the tensors of a program by name: the user's own objects, or a copy if the block has edited a tensor in place."""
-        found = {name: self.originals.get(name, (tensor, -1)) for name, tensor in job.tensors.items()}
-        return {name: tensor if tensor._version == version else job.tensors[name] for name, (tensor, version) in found.items()}
+        found = {name: (*self.originals.get(name, (copied, -1)), copied) for name, copied in job.tensors.items()}
+        return {name: tensor if is_unedited(tensor, version, copied) else copied for name, (tensor, version, copied) in found.items()}
 
     def number_of(self, mediator: Any) -> int:
         """Return the number of a block in its run."""

@@ -317,6 +317,23 @@ def test_blocks_are_recorded_under_inference_mode(model: Any, example: Callable[
         same(quietly(example, model, **where), quietly(example, model))
 
 
+def test_operations_of_functions_that_operations_call_are_opened_elsewhere(demo: Any) -> None:
+    """The first function is known only while the model runs. The model that runs the program has not opened any of them."""
+    client, here = nnsight.LanguageModel("nnsight/demo"), nnsight.demo_model()
+
+    def without_a_head(model: Any, **where: Any) -> Any:
+        with model.trace(PROMPT, **where):
+            attention = model.transformer.h[1].attn.source.attention_interface_0.source
+            mask = model.transformer.source.create_causal_mask_0.source._preprocess_mask_arguments_0.output
+            attention.torch_nn_functional_scaled_dot_product_attention_0.output[:, 0] = 0
+            heads = attention.torch_nn_functional_scaled_dot_product_attention_0.output.save()
+            logits = model.lm_head.output.save()
+            length = nnsight.save(mask[3])
+        return heads, logits, length
+
+    same(without_a_head(client, backend=LocalBackend(nnsight.demo_model())), without_a_head(here))
+
+
 def test_nothing_of_the_client_is_sent_but_what_is_needed(model: Any) -> None:
     kept, steering = Catch(), torch.ones(model.config.n_embd)
     with model.trace(PROMPT, backend=kept):

@@ -187,17 +187,34 @@ def _is_site(site: str, tree: ModuleTree, paths: set[str], call: str) -> bool:
         return True
     if call == "generate" and site in ("model.generator.output", "model.generator.streamer.output"):
         return True
-    module, _, operation = path.partition(".source.")
-    if module not in paths or "." in operation or not operation:
-        return False
-    found = tree.module_at(module)
-    assert found is not None
-    try:
-        if operation not in listing_of(layers_of(forward_of(found)[1], module)[-1]).operations:
+    module, *operations = path.split(".source.")
+    return module in paths and bool(operations) and _open(tree, module, operations)
+
+
+def _open(tree: ModuleTree, path: str, operations: list[str]) -> bool:
+    """Open the functions that have ``operations``: ``forward`` of the module at ``path``, the function that its operation calls, and so on.
+
+    Return False if one of them does not exist. If only a run determines the last function, the rehearsal finds out which operations it
+    has. In all other cases the names are checked, so that jobs cannot open any number of paths.
+    """
+    module = tree.module_at(path)
+    assert module is not None
+    function = forward_of(module)[1]
+    for number, name in enumerate(operations):
+        last = number + 1 == len(operations)
+        if function is None:
+            if last:
+                tree.open_source(path)
+            return last
+        try:
+            operation = listing_of(layers_of(function, path)[-1]).operations.get(name)
+        except SourceError:
             return False
-    except SourceError:
-        return False
-    tree.open_source(module)
+        if operation is None or (operation.callee is None and not last):
+            return False
+        tree.open_source(path)
+        function, path = tree.callee(path, operation), f"{path}.source.{name}"
+        function = tree.called_at(path) if function is None and not last else function
     return True
 
 

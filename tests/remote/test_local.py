@@ -317,6 +317,26 @@ def test_blocks_are_recorded_under_inference_mode(model: Any, example: Callable[
         same(quietly(example, model, **where), quietly(example, model))
 
 
+def test_the_device_of_a_lazy_model_is_that_of_its_values(demo: Any) -> None:
+    """Until its weights are loaded, ``model.device`` is the meta device, on which tensors have no values."""
+    client, added = nnsight.LanguageModel("nnsight/demo"), torch.arange(128.0)
+
+    def on_its_device(model: Any, **where: Any) -> Any:
+        with model.trace(PROMPT, **where):
+            ones = torch.ones(128, device=model.device)
+            hidden = model.transformer.h[0].output
+            hidden[:, -1] += ones * torch.tensor(2.0, device=model.device) + added.to(model.device)
+            hidden[:, 0] += torch.zeros_like(hidden[:, 0], device=model.device)
+            logits = model.lm_head.output.to(model.device).save()
+        return logits
+
+    same(on_its_device(client, backend=LocalBackend(demo)), on_its_device(demo))
+    outside = torch.ones(128, device=client.device)
+    with pytest.raises(NotExpressibleError, match="Make it on the CPU"):
+        with client.trace(PROMPT, backend=LocalBackend(demo)):
+            client.transformer.h[0].output += outside
+
+
 def test_operations_of_functions_that_operations_call_are_opened_elsewhere(demo: Any) -> None:
     """The first function is known only while the model runs. The model that runs the program has not opened any of them."""
     client, here = nnsight.LanguageModel("nnsight/demo"), nnsight.demo_model()

@@ -50,6 +50,10 @@ _REPLACED_BY = {torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.def
 _INTEGERS = frozenset({torch.int8, torch.int16, torch.int32, torch.int64})
 
 
+#: The device of a model whose weights are not loaded.
+_META = torch.device("meta")
+
+
 class NodeRecorder(SizeReads):
     """Records the calls of blocks. It is the torch function mode of a recording.
 
@@ -137,8 +141,13 @@ class NodeRecorder(SizeReads):
         kept = self._constants.get(tensor)
         if kept is not None and is_unedited(tensor, *kept[:2]):
             return kept[2]
-        if tensor.layout != torch.strided or tensor.is_meta or tensor.dtype.is_complex:
-            raise refused("A meta tensor, a sparse tensor, or a complex tensor cannot be sent.")
+        if tensor.is_meta:
+            raise refused(
+                "A tensor on the meta device has no values, so it cannot be sent. Make it on the CPU. Outside of blocks, `model.device` is "
+                "the meta device while the weights are not loaded."
+            )
+        if tensor.layout != torch.strided or tensor.dtype.is_complex:
+            raise refused("A sparse tensor or a complex tensor cannot be sent.")
         with _disable_current_modes():
             copied = tensor.detach().clone()
             like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
@@ -216,6 +225,8 @@ class NodeRecorder(SizeReads):
         if name in ("__getitem__", "__setitem__"):
             args = (args[0], self._bounds(args[1]), *args[2:])
         leaves = pytree.tree_leaves((args, kwargs))
+        if self.model.is_lazy and any(leaf == _META for leaf in leaves if isinstance(leaf, torch.device)):
+            args, kwargs = pytree.tree_map_only(torch.device, self._argument, (args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if self.inputs is not None and self.inputs.are_all(tensors):
             return self.inputs.call(function, args, kwargs, lambda: self._record(function, name, args, kwargs, leaves))

@@ -75,6 +75,7 @@ class FakeModel:
         by_path: The copies of all modules, by path.
         by_name: The fake tensor of each parameter and buffer, by name.
         device: Device of the fake tensors.
+        is_lazy: Whether the weights are not loaded, so that ``model.device`` is the meta device.
         weights: Name and fake tensor of each parameter and buffer, by ``id`` of the original.
         busy: Whether the copy is running.
     """
@@ -82,7 +83,8 @@ class FakeModel:
     def __init__(self, tree: ModuleTree, mode: FakeTensorMode, like: Any) -> None:
         counts["fake_models"] += 1
         device = device_of(tree.root)
-        self.device = torch.device("cpu") if device.type == "meta" else device
+        self.is_lazy = device.type == "meta"
+        self.device = torch.device("cpu") if self.is_lazy else device
         copies = fake_modules(tree.root, mode, self.device)
         self.mode, self.like, self.busy, self._called = mode, like, False, False
         self.root = copies[tree.root]

@@ -691,6 +691,10 @@ class Mistakes(Models):
             out = self.model[2].output.save()
         tracer.program.run(NNsight(torch.nn.Linear(4, 4)), self.x)
 
+    def model_of_another_dtype(self) -> None:
+        with self.model.trace(self.x, backend=LocalBackend(NNsight(copy.deepcopy(self.model._module).double()))):
+            out = self.model[2].output.save()
+
     def computed_index(self) -> None:
         with self.sent():
             place = self.model[0].output.argmax().unsqueeze(0) + 1000

@@ -64,6 +64,7 @@ class Message(TypedDict):
     """A message about a job.
 
     ``meta`` has measurements: ``runtime`` in seconds, ``waited`` in the queue in seconds, and the number of jobs that ran ``together``.
+    When a job begins to run, it has the ``dtype`` and ``attn_implementation`` of the ``model``, if they are known.
     """
 
     id: str

@@ -576,6 +576,14 @@ def test_a_session_is_one_job(here: Running, model: Any) -> None:
     assert not torch.equal(clean, changed)
 
 
+def test_a_server_that_has_the_model_otherwise_is_noticed(here: Running, demo: Any) -> None:
+    client = nnsight.LanguageModel("nnsight/demo", dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match=r"dtype=torch.float32 .here torch.bfloat16") as found:
+        with client.trace(HERE, remote=True):
+            logits = client.lm_head.output.save()
+    assert logits.dtype is torch.float32 and [warning.filename for warning in found] == [__file__]
+
+
 def test_what_a_remote_session_cannot_have(here: Running, model: Any) -> None:
     jobs = len(here.gateway.jobs)
     with pytest.raises(ValueError, match="leave out remote="):

@@ -317,6 +317,22 @@ def test_blocks_are_recorded_under_inference_mode(model: Any, example: Callable[
         same(quietly(example, model, **where), quietly(example, model))
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"dtype": torch.bfloat16}, r"dtype=torch.float32 \(here torch.bfloat16\)"),
+        ({"attn_implementation": "eager"}, r"attn_implementation=sdpa \(here eager\)"),
+    ],
+)
+def test_a_client_that_has_the_model_otherwise_gets_a_warning(demo: Any, options: dict[str, Any], told: str) -> None:
+    """The block is recorded with the client's model, so its dtypes, and which values there are, come from there."""
+    client = nnsight.LanguageModel("nnsight/demo", **options)
+    with pytest.warns(UserWarning, match=told) as found:
+        with client.trace(PROMPT, backend=LocalBackend(demo)):
+            client.lm_head.output.save()
+    assert [warning.filename for warning in found] == [__file__]
+
+
 def test_the_device_of_a_lazy_model_is_that_of_its_values(demo: Any) -> None:
     """Until its weights are loaded, ``model.device`` is the meta device, on which tensors have no values."""
     client, added = nnsight.LanguageModel("nnsight/demo"), torch.arange(128.0)

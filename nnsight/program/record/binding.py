@@ -33,7 +33,7 @@ class Recorded:
 
     ``known`` has each fake tensor with its node and output, by its ``id``, and keeps it alive. ``scope`` has the variables of the block.
     ``fixed`` has the reasons why names are not inputs of the program. ``arguments`` are the arguments of the model in the latest run, and
-    ``tensors`` are the tensors that the program takes, by name.
+    ``tensors`` are the tensors that the program takes, by name. ``facts`` are those of :func:`.facts_of` the model that was recorded.
     """
 
     job: Job
@@ -43,6 +43,7 @@ class Recorded:
     fixed: dict[str, str] = field(default_factory=dict)
     arguments: tuple[Any, dict[str, Any]] = ((), {})
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    facts: dict[str, str] = field(default_factory=dict)
     kept: frozenset[int] = frozenset()  # the memory of the fake model, whose tensors must not become others
     _found: dict[tuple[int, int], Any] = field(default_factory=dict)
     _done: dict[int, Any] = field(default_factory=dict)

@@ -32,6 +32,7 @@ from ..format.operators import DRAWING
 from ..format.payload import Job
 from ..format.sizes import has_unknown_size
 from ..format.trees import write_tree
+from ..run.descriptions import facts_of
 from ..run.draws import drawn_seed, may_draw
 from ..run.fake_runs import fake_model_of
 from ..run.occurrences import keys_of, lists_in, places_of, structure_of, tensors_at
@@ -240,7 +241,8 @@ class Recorder(NodeRecorder):
         job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors, cuts.forced, cuts.printed)
         self.seeded(job)
         known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
-        return Recorded(job, values, known, tracer.scope, self.fixed, self.arguments, self.taken_by(job), self.model.kept)
+        taken, facts = self.taken_by(job), facts_of(self.model.root)
+        return Recorded(job, values, known, tracer.scope, self.fixed, self.arguments, taken, facts, self.model.kept)
 
     @property
     def inputs(self) -> NamedInputs | None:

@@ -93,6 +93,14 @@ def _inside(value: Any, kind: type, depth: int, known: dict[int, Any]) -> Hashab
     return _describe(content, depth, known) if type(content) is dict else None
 
 
+def facts_of(root: torch.nn.Module) -> dict[str, str]:
+    """Return what the name of a model leaves open and blocks can depend on: ``dtype`` and ``attn_implementation``, where it has them."""
+    weight = next((weight for weight in root.parameters() if weight.is_floating_point()), None)
+    attention = getattr(getattr(root, "config", None), "_attn_implementation", None)
+    known = {"dtype": None if weight is None else str(weight.dtype), "attn_implementation": attention}
+    return {name: value for name, value in known.items() if isinstance(value, str)}
+
+
 def key_of(arguments: Any) -> Hashable:
     """Return a key of the sizes and plain values in the arguments of a model. They determine how it runs on fake tensors.
 

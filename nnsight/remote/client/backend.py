@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import linecache
 import re
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from ...config import CONFIG
@@ -12,9 +14,11 @@ from ...program.format.limits import Limits
 from ...program.program import Program
 from ...program.record.binding import Recorded
 from ...program.record.recorder import record
+from ...program.run.descriptions import facts_of
 from ...program.run.execution import execute_payload
 from ...runtime.tracer import InterleavingTracer
 from ...tracing import Backend, Block
+from ...tracing.errors import user_position_now
 from .session_jobs import record_session
 
 
@@ -64,6 +68,10 @@ class LocalBackend(ProgramBackend):
     def __init__(self, model: Any, limits: Limits | None = None, cuts: int | None = None) -> None:
         self._model, self._limits, self.cuts = model, limits, cuts
 
+    def submit(self, recorded: Recorded) -> None:
+        warn_of_differences(recorded.facts, facts_of(self._model._module))
+        super().submit(recorded)
+
     def send(self, payload: bytes) -> bytes:
         return execute_payload(self._model, payload, self._limits, print)
 
@@ -75,6 +83,18 @@ class RecordingBackend(ProgramBackend):
         recorded = record(tracer, Backend.__call__(self, tracer), for_other_inputs=True)
         recorded.forget()
         tracer.program = Program(recorded.job, recorded.fixed, tracer.info)
+
+
+def warn_of_differences(here: Mapping[str, str], there: Any) -> None:
+    """Warn if a server runs a model with other facts (:func:`.facts_of`) than the model that was recorded."""
+    told = there if isinstance(there, dict) else {}
+    differing = [f"{name}={told[name]} (here {here[name]})" for name in here if told.get(name, here[name]) != here[name]]
+    if differing:
+        text = (
+            f"The server runs this model with {' and '.join(differing)}. The block was recorded with the model here: a dtype that it "
+            "read is the one here, and values that only one of the models has are missing. Give the model here the options of the server."
+        )
+        warnings.warn_explicit(text, UserWarning, *user_position_now())
 
 
 _LINE = re.compile(r", line (\d+)(?= failed:|: )")

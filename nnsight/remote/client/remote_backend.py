@@ -18,7 +18,7 @@ from ...tracing import Backend, Tracer
 from ...tracing.block import is_bound
 from ..protocol import JobStatus, Message, model_key_of
 from .answers import address, checked_id, error_of
-from .backend import LocalBackend, ProgramBackend, RecordingBackend
+from .backend import LocalBackend, ProgramBackend, RecordingBackend, warn_of_differences
 from .client import Client, RemoteError
 from .display import Progress
 
@@ -215,6 +215,8 @@ class RemoteBackend(ProgramBackend):
         """Note a message, which comes after all that were noted before. The last one is followed again, for the results."""
         if not JobStatus(message["status"]).finished:
             self._seen = max(self._seen, message["number"])
+        if self._recorded is not None:
+            warn_of_differences(self._recorded.facts, message["meta"].get("model"))
         self._note_status(message)
 
     def _note_status(self, message: Message) -> None:

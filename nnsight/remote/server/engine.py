@@ -114,6 +114,7 @@ class ThreadEngine:
             the lines that the payload prints.
         name: Name of the threads.
         kind_of: Returns the kind of a payload; None if the payload must run alone.
+        facts_of_model: Returns the :func:`.facts_of` the model, which clients compare with those of their own.
     """
 
     width = 1
@@ -123,10 +124,16 @@ class ThreadEngine:
         run: Callable[[Sequence[bytes], Sequence[Log]], list[Outcome]],
         name: str = "nnsight-engine",
         kind_of: Callable[[bytes], Hashable | None] = lambda payload: None,
+        facts_of_model: Callable[[], dict[str, str]] = dict,
     ) -> None:
-        self._run, self._name, self.kind_of = run, name, kind_of
+        self._run, self._name, self.kind_of, self._facts_of_model = run, name, kind_of, facts_of_model
         self._stuck: list[_Worker] = []
         self._worker = _Worker(name)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The facts of the model. Engines of models in other processes do not have this attribute."""
+        return self._facts_of_model()
 
     @property
     def healthy(self) -> bool:

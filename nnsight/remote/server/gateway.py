@@ -270,7 +270,7 @@ class Gateway:
             job.attempts += 1
             job.tell(JobStatus.DISPATCHED, "The job was passed to the engine.")
             self.metrics.waited.labels(job.model).observe(started - job.created)
-            job.tell(JobStatus.RUNNING, "The job runs.", together=len(jobs))
+            job.tell(JobStatus.RUNNING, "The job runs.", together=len(jobs), model=getattr(served.engine, "facts", {}))
         self.metrics.together.labels(served.text).observe(len(jobs))
         try:
             group.payloads = await asyncio.to_thread(self.spool.begin, jobs)  # fails if a job is cancelled now, and its payload removed

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ...program.format.limits import Limits
+from ...program.run.descriptions import facts_of
 from ...program.run.engine import Engine
 from ..protocol import ModelKey
 from ..together import execute_payloads, kind_of
@@ -14,7 +15,10 @@ from .engine import ThreadEngine
 def engine_of(model: Any, limits: Limits | None = None, name: str = "nnsight-engine") -> Engine:
     """Return an engine that runs a model in this process. If the model is lazy, the first job loads it. ``limits`` apply to each job."""
     return ThreadEngine(
-        lambda payloads, logs: execute_payloads(model, payloads, limits, logs), name, lambda payload: kind_of(model, payload, limits)
+        lambda payloads, logs: execute_payloads(model, payloads, limits, logs),
+        name,
+        lambda payload: kind_of(model, payload, limits),
+        lambda: facts_of(model._module),
     )
 
 

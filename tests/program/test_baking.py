@@ -107,6 +107,34 @@ def test_a_list_of_another_length_is_refused() -> None:
         baked(torch.ones(3, 4))
 
 
+def _halves(h: torch.Tensor) -> torch.Tensor:
+    return h.unflatten(-1, (2, 4)).flatten(-2)
+
+
+def _double(h: torch.Tensor) -> torch.Tensor:
+    h[:] *= 2
+    return h
+
+
+def _zero(h: torch.Tensor) -> torch.Tensor:
+    h[..., 3] = h[:, 0] = 0
+    return h
+
+
+def _reshaped(h: torch.Tensor) -> torch.Tensor:
+    return h.reshape(-1, 2, 4).relu().reshape(-1, 5, 8)
+
+
+@pytest.mark.parametrize("edit", [_double, _zero, _halves, _reshaped])
+def test_an_applied_program_that_reads_no_sizes_is_baked_for_all_sizes(edit: Any) -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6))
+    model, x, larger = NNsight(net), torch.randn(2, 5, 6), torch.randn(4, 5, 6)
+    with model.trace(x, program=True) as tracer:
+        model[0].output = edit(model[0].output)
+    with torch.no_grad():
+        torch.testing.assert_close(model.apply(tracer.program).bake(x)(larger), net[1](edit(net[0](larger))))
+
+
 def test_it_compiles_as_one_graph(steered: Any, baked: nn.Module) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(baked, fullgraph=True, backend="aot_eager")

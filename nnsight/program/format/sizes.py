@@ -128,7 +128,7 @@ def takes_sizes(function: str, operator: str, args: Sequence[Any], given: Sequen
     """Whether an operator gets integers that torch computed, perhaps from sizes. They are not ``given`` to the calling ``function``."""
     if function in _INDEXING:
         return False
-    same = function.strip("_") == operator.split(".")[1].strip("_")
+    same = function.partition(".")[0].strip("_") == operator.split(".")[1].strip("_")
     integers = {item for item in given if type(item) is int}
     said = integers if same else set()
     for argument, value in zip(OPERATORS[operator]._schema.arguments, args, strict=False):

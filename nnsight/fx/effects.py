@@ -51,7 +51,8 @@ _NEW = frozenset(
     "linear matmul outer layer_norm rms_norm group_norm softmax log_softmax where max min square absolute negative clip multiply subtract "
     "divide true_divide greater greater_equal less less_equal not_equal concat concatenate hstack vstack dstack conv1d conv2d conv3d "
     "conv_transpose1d conv_transpose2d conv_transpose3d tensordot inner kron bilinear cosine_similarity pairwise_distance cdist cross "
-    "std var repeat_interleave tile take_along_dim".split()
+    "std var repeat_interleave tile take_along_dim lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell prelu selu relu6 log_sigmoid pad "
+    "avg_pool1d adaptive_avg_pool1d _weight_norm".split()
 )
 
 #: Operators that edit their statistics without saying so in their schema.
@@ -85,9 +86,8 @@ _MODULES: dict[str, Any] = {
 
 #: Python functions of ``torch.nn.functional`` that, up to their switches, behave like the operator of the same name.
 _FUNCTIONAL = frozenset(
-    "celu cosine_similarity dropout elu embedding group_norm hardsigmoid hardswish hardtanh layer_norm "
-    "leaky_relu log_softmax mish mse_loss pad relu relu6 rms_norm scaled_dot_product_attention selu sigmoid silu softmax "
-    "tanh".split()
+    "celu cosine_similarity dropout elu embedding group_norm hardsigmoid hardswish hardtanh layer_norm leaky_relu log_softmax mish "
+    "mse_loss pad relu relu6 rms_norm scaled_dot_product_attention selu sigmoid silu softmax tanh".split()
 )
 
 #: Arguments that can give a function further effects, and the values with which they do not.

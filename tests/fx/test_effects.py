@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves
 
 from nnsight import NNsight
 from nnsight.fx.effects import _NEW, Kind, kind_of
@@ -58,6 +59,19 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "repeat_interleave": lambda: (torch.repeat_interleave, M, 1, 0),
     "tile": lambda: (torch.tile, M, (1,)),
     "take_along_dim": lambda: (torch.take_along_dim, M, torch.zeros(3, 4, dtype=torch.long), 1),
+    "lstm_cell": lambda: (torch.lstm_cell, SQUARE, [SQUARE, SQUARE], torch.zeros(12, 3), torch.zeros(12, 3)),
+    **{
+        name: lambda name=name, gates=gates: (getattr(torch, name), SQUARE, SQUARE, *[torch.zeros(gates * 3, 3)] * 2)
+        for name, gates in {"gru_cell": 3, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}.items()
+    },
+    "prelu": lambda: (torch.prelu, M, torch.ones(1)),
+    "selu": lambda: (F.selu, M),
+    "relu6": lambda: (F.relu6, M),
+    "log_sigmoid": lambda: (F.logsigmoid, M),
+    "pad": lambda: (F.pad, M, (0, 0)),
+    "avg_pool1d": lambda: (F.avg_pool1d, M, 1),
+    "adaptive_avg_pool1d": lambda: (F.adaptive_avg_pool1d, M, 4),
+    "_weight_norm": lambda: (torch._weight_norm, M, torch.ones(3, 1)),
 }
 
 
@@ -72,13 +86,15 @@ def kind_of_call(function: Any, *args: Any) -> Kind:
     return kind_of(graph.call_function(function, tuple(map(given, args))))
 
 
+def memory_of(tree: Any) -> set[int]:
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)}
+
+
 @pytest.mark.parametrize("name", sorted(_NEW))
 def test_what_is_known_to_make_new_memory_makes_it(name: str) -> None:
     function, *args = CALLS[name]()
     assert kind_of_call(function, *args) is Kind.NEW
-    result = function(*args)
-    given = [value for item in args for value in (item if isinstance(item, list) else [item]) if isinstance(value, torch.Tensor)]
-    assert not {result.untyped_storage().data_ptr()} & {value.untyped_storage().data_ptr() for value in given}
+    assert not memory_of(function(*args)) & memory_of(args)
 
 
 @pytest.mark.parametrize("equation", ["ij,ij->ij", "ij,jk->ik", "ij,i->ij", "ij,->ij", "ij,ij->ji", "ij,kl->ijkl"])
@@ -124,6 +140,28 @@ def test_a_product_with_a_parameter_is_edited_in_place_and_stays_compiled() -> N
         torch.testing.assert_close(out, moved)
         for found, one in zip(torch.autograd.grad(out.sum(), [module.weight, probe]), wanted, strict=True):
             torch.testing.assert_close(found, one)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("part", [torch.nn.LSTMCell(4, 4), torch.nn.GRUCell(4, 4), torch.nn.RNNCell(4, 4), torch.nn.PReLU()])
+def test_an_output_of_a_module_that_is_one_operator_is_edited_in_place_and_stays_compiled(part: torch.nn.Module) -> None:
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part, self.last = part, torch.nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(tree_leaves(self.part(x))[0])
+
+    model, x = NNsight(Net(), compile={"backend": "aot_eager"}), torch.randn(3, 4)
+    with model.trace(x) as tracer:
+        tree_leaves(model.part.output)[0].mul_(0.5)
+        out = model.output.save()
+    assert not tracer.report.breaks
+    expected = model._module.last(tree_leaves(part(x))[0] * 0.5)
+    torch.testing.assert_close(out, expected)
+    found, wanted = (torch.autograd.grad(result.sum(), [*part.parameters()]) for result in (out, expected))
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Embedding, torch.nn.EmbeddingBag])

@@ -213,6 +213,34 @@ def test_a_forward_set_on_the_instance_is_followed(x: torch.Tensor) -> None:
     assert inner == (5, 4) and out == (10, 2) and net.calls == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_forward_that_converts_a_module_is_scanned_and_recorded(x: torch.Tensor, dtype: torch.dtype) -> None:
+    class Router(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = torch.nn.Sequential(torch.nn.Linear(x.shape[-1], 4), torch.nn.GRU(4, 4), torch.nn.Identity())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.part = self.part.to(dtype)
+            return self.part[1](self.part[0](x.to(dtype)))[0] * 2
+
+    net = Router()
+    model = NNsight(net)
+    for _ in range(2):
+        with model.scan(x):
+            found = nnsight.save((model.part[0].output.dtype, model.part[1].input.shape))
+        assert found == (dtype, (*x.shape[:-1], 4))
+    assert net.part[0].weight.dtype == torch.float32
+    for _ in range(2):
+        with model.trace(x, program=True) as tracer:
+            model.part[0].output += model.part[0].bias
+            out = model.output.save()
+    part = net.part.to(dtype)
+    expected = part[1](part[0](x.to(dtype)) + part[0].bias)[0] * 2
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(tracer.program.run(model, x)["out"], expected)
+
+
 def test_operations_of_source_are_scanned(x: torch.Tensor) -> None:
     model = NNsight(Net())
     with model.scan(x):

@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeCopyMode,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -207,7 +208,21 @@ def fake_modules(
                     kept = _about_copies(kept, memo)
                 made.__dict__[name] = kept
             made.__dict__.update(_backward_hooks=OrderedDict(), _backward_pre_hooks=OrderedDict())
+            made.__dict__["_apply"] = types.MethodType(_apply, made)
     return copies
+
+
+def _apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+    """Convert the fake tensors of a copy, as in ``module.to(dtype)``. Torch would refuse them, because weak references to them exist."""
+    for module in self.children() if recurse else ():
+        module._apply(fn)
+    for parameter in self.parameters(recurse=False):
+        parameter.data = converted = fn(parameter.detach())
+        if isinstance(parameter, FakeTensor) and isinstance(converted, FakeTensor):
+            parameter.fake_device = converted.fake_device
+    for name, buffer in [*self.named_buffers(recurse=False, remove_duplicate=False)]:
+        self._buffers[name] = fn(buffer)
+    return self
 
 
 def _sharded(modules: Iterable[torch.nn.Module]) -> set[int]:

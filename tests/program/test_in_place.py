@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from nnsight import NNsight
+from nnsight.remote import NotExpressibleError
 
 
 def passing_on() -> Any:
@@ -116,3 +118,33 @@ def test_each_read_is_the_value_at_its_location() -> None:
     torch.testing.assert_close(found["out"], first + second)
     (kept,), (((taken,), _),) = found["cache"]["model.a"]["output"], found["cache"]["model.b"]["input"]
     torch.testing.assert_close([kept, taken], [first, second])
+
+
+def test_a_tensor_in_a_dataclass_is_edited_in_place_and_not_replaced() -> None:
+    @dataclasses.dataclass
+    class Pair:
+        one: torch.Tensor
+        other: torch.Tensor
+
+    class Pairs(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> Pair:
+            return Pair(x + 1, x + 2)
+
+    class Sum(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pairs = Pairs()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            pair = self.pairs(x)
+            return pair.one + pair.other
+
+    model, x = NNsight(Sum()), torch.ones(2)
+    with pytest.raises(NotExpressibleError, match=r"inside an object of type Pair at `model.pairs.output` is replaced"):
+        with model.trace(x, program=True):
+            pair = model.pairs.output
+            model.pairs.output = dataclasses.replace(pair, one=pair.one * 2)
+    with model.trace(x, program=True) as tracer:
+        model.pairs.output.one[:] *= 2
+        out = model.output.save()
+    assert out.tolist() == tracer.program.run(model, x)["out"].tolist() == [7, 7]

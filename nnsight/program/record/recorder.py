@@ -327,8 +327,13 @@ class Recorder(NodeRecorder):
                     continue
                 raise refused(f"The replacement of `{visit.site}` replaces a value that is not a tensor, or a tensor by another object.")
             value = self.reference(self.substitute(self._given(new)))
-            if visit.places[number][1] is not None:
-                raise refused(f"A tensor inside a cache at `{visit.site}` is replaced. Edit it in place instead.")
+            leaf, inside = visit.places[number]
+            if inside is not None:
+                kind = type(pytree.tree_leaves(left, is_leaf=is_batched_container)[leaf]).__name__
+                raise refused(
+                    f"A tensor inside an object of type {kind} at `{visit.site}` is replaced; programs can only replace tensors in tuples, "
+                    "lists and dicts. Edit it in place, as in `tensor[:] = new`."
+                )
             self.emit("write", **visit.place(number), value=value)
         self.edits.end_visit()
         if visit.barrier is not None:

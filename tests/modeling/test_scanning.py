@@ -241,6 +241,22 @@ def test_a_forward_that_converts_a_module_is_scanned_and_recorded(x: torch.Tenso
     torch.testing.assert_close(tracer.program.run(model, x)["out"], expected)
 
 
+@pytest.mark.filterwarnings("ignore")  # quantisation is deprecated
+def test_a_dynamically_quantised_model_is_scanned_and_recorded_again_and_again(x: torch.Tensor) -> None:
+    layers = torch.nn.Sequential(torch.nn.Linear(x.shape[-1], 4), torch.nn.ReLU(), torch.nn.Linear(4, 2)).eval()
+    net = torch.ao.quantization.quantize_dynamic(layers, {torch.nn.Linear}, dtype=torch.qint8)
+    model = NNsight(net)
+    for _ in range(3):
+        with model.scan(x):
+            shape = model[0].output.shape.save()
+        with model.trace(x, program=True) as tracer:
+            model[0].output = model[0].output * 0.5
+            out = model.output.save()
+        assert shape == (5, 4)
+        torch.testing.assert_close(out, net[2](net[0](x).mul(0.5).relu()))
+        torch.testing.assert_close(tracer.program.run(model, x[:2])["out"], net[2](net[0](x[:2]).mul(0.5).relu()))
+
+
 def test_operations_of_source_are_scanned(x: torch.Tensor) -> None:
     model = NNsight(Net())
     with model.scan(x):

@@ -199,6 +199,8 @@ def fake_modules(
             for name, value in list(module.__dict__.items()):
                 if name in _NO_COPY:
                     continue
+                if isinstance(value, torch.ScriptObject):  # quantised weights: the cache would compare them, which torch refuses
+                    mode.cache_enabled = False
                 kept = value
                 if name in _HOOKS:
                     kept = OrderedDict((key, hook) for key, hook in value.items() if _belongs(hook))

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.batched_containers import is_batched_container
 from ..format.errors import NotExpressibleError
+from ..format.sizes import Shape
 from ..format.trees import NONE, references, write_tree
 from ..run.occurrences import tensors_at
 
@@ -43,6 +44,9 @@ _LIBRARIES = frozenset({"nnsight", "torch", "transformers", "numpy"})
 
 _MOST = 10_000
 
+#: Types whose objects hold no tensors.
+_PLAIN = (str, bytes, int, float, torch.Size, Shape, type, types.ModuleType)
+
 
 def held_tensors(recorder: Recorder, trees: dict[str, Any], found: Iterable[Any]) -> list[torch.Tensor]:
     """Return the fake tensors in the objects ``found``, and in all that they hold, that saved ``trees`` do not contain.
@@ -56,7 +60,7 @@ def held_tensors(recorder: Recorder, trees: dict[str, Any], found: Iterable[Any]
     pending = list(found)
     while pending and len(seen) < _MOST:
         value = pending.pop()
-        if id(value) in seen or isinstance(value, (str, bytes, int, float, type, types.ModuleType)):
+        if id(value) in seen or isinstance(value, _PLAIN):
             continue
         seen.add(id(value))
         if isinstance(value, torch.Tensor):

@@ -173,7 +173,7 @@ def _record(
     used = loop.used
     recorder: Any = Recorder(for_other_inputs=True)
     leaves = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    recorder.model = types.SimpleNamespace(weights={}, by_path={}, device=leaves[0].device, storages=set)
+    recorder.model = types.SimpleNamespace(weights={}, by_path={}, device=leaves[0].device, storages=set, is_lazy=False)
     exact = all(leaf.dtype == torch.float32 for leaf in leaves if leaf.is_floating_point())  # else floats would be rounded
     variables = {name: list(value) if type(value) is list else value for name, value in used.items()}
     read = loop.plan().read(used.__getitem__)

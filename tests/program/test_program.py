@@ -398,3 +398,15 @@ def test_results_with_several_tensors_and_a_stop_as_python(tmp_path: Path) -> No
     found = runpy.run_path(str(path))["program"](model, x)
     hidden = net[0](x)
     torch.testing.assert_close(found, {"most": tuple(hidden.max(-1)), "applied": net[1](hidden)})
+
+
+@pytest.mark.parametrize("how", [{"program": True}, {"remote": "local"}], ids=str)
+def test_a_function_that_is_opened_in_the_middle_of_a_block(how: Any) -> None:
+    def attended(model: Any, **how: Any) -> Any:
+        with torch.no_grad(), model.trace("Hello there", **how):
+            first = model.transformer.h[0].output.save()
+            inner = model.transformer.h[1].attn.source.attention_interface_0.source
+            found = inner.torch_nn_functional_scaled_dot_product_attention_0.output.save()
+        return first, found
+
+    torch.testing.assert_close(attended(nnsight.demo_model(), **how), attended(nnsight.demo_model()))

@@ -64,6 +64,8 @@ class ModuleTree:
         self._parents: list[tuple[dict[str, torch.nn.Module | None], tuple[tuple[str, torch.nn.Module | None], ...]]] = []
         self._leaves: list[dict[str, torch.nn.Module | None]] = []
         self._instrumentation: Instrumentation | None = None
+        #: All interceptions in use, with their modules: those of the tree, or copies.
+        self._interceptions: weakref.WeakKeyDictionary[Instrumentation, Mapping[str, torch.nn.Module]] = weakref.WeakKeyDictionary()
         self.roots: weakref.WeakSet[Envoy] = weakref.WeakSet()  # the root envoys
         self.fakes: Mapping[str, Any] = {}  # the values at each location in the latest scan, with fake tensors, which use no memory
         self._scan()
@@ -119,6 +121,8 @@ class ModuleTree:
     def intercept(self, modules: Mapping[str, torch.nn.Module]) -> Instrumentation:
         """Return the interception of all calls of ``modules``, by path: the modules of the tree, or copies of them."""
         made = Instrumentation(modules, self._traced_call)
+        with self._opening:
+            self._interceptions[made] = modules
         for path in self._operations.opened & modules.keys():
             self._replace_forward(made, path, modules[path])
         return made
@@ -139,7 +143,9 @@ class ModuleTree:
             return
         if outermost != path:
             self._operations.open(outermost)
-        self._replace_forward(self.instrumentation, outermost, module)
+        for made, modules in [*self._interceptions.items()]:
+            if outermost in modules:
+                self._replace_forward(made, outermost, modules[outermost])
         if run is not None and run.counts.get(f"{path}.input", 0):
             run.uncounted.add(path)
 

@@ -7,6 +7,7 @@ from typing import Any
 from ..config import CONFIG
 from ..modeling.generation import Generation
 from ..modeling.reruns import GoneError, Rerun
+from ..runtime.rows.fakes import same_generators
 from ..tracing import Backend
 from ..tracing.saving import mount, saves
 from .bound import BoundProgram
@@ -78,7 +79,8 @@ def program_of(rerun: Rerun | None, ran_here: bool) -> Program:
     token = saves.set({})
     try:
         send = run if ran_here and rerun.has_inputs else None
-        recorded = record(tracer, tracer.compile(), for_other_inputs=True, send=send, cuts=CONFIG.API.CUTS)
+        with same_generators():  # a property draws no random numbers
+            recorded = record(tracer, tracer.compile(), for_other_inputs=True, send=send, cuts=CONFIG.API.CUTS)
     finally:
         saves.reset(token)
         tracer._close()

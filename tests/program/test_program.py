@@ -410,3 +410,22 @@ def test_a_function_that_is_opened_in_the_middle_of_a_block(how: Any) -> None:
         return first, found
 
     torch.testing.assert_close(attended(nnsight.demo_model(), **how), attended(nnsight.demo_model()))
+
+
+def test_random_numbers_are_those_of_an_ordinary_trace() -> None:
+    net, x = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 2)), torch.ones(2, 4)
+    model = NNsight(net)
+
+    def run(**how: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        torch.manual_seed(0)
+        with model.trace(x, **how) as tracer:
+            model[0].output += torch.randn_like(model[0].output)
+            out = model.output.save()
+        return out, torch.rand(1), tracer
+
+    out, after, tracer = run()
+    found = run(program=True)
+    assert torch.equal(found[0], out) and torch.equal(found[1], after)
+    before = torch.get_rng_state()
+    assert "aten.normal_" in str(tracer.program)
+    assert torch.equal(torch.get_rng_state(), before), "to look at a program draws no numbers"

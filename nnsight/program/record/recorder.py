@@ -239,7 +239,8 @@ class Recorder(NodeRecorder):
         if held:
             trees |= saved_trees(self, {HELD: held})
         job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors, cuts.forced, cuts.printed)
-        self.seeded(job)
+        if not self.runs_again:  # each run of a program draws new numbers
+            self.seeded(job)
         known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}
         taken, facts = self.taken_by(job), facts_of(self.model.root)
         return Recorded(job, values, known, tracer.scope, self.fixed, self.arguments, taken, facts, self.model.kept)

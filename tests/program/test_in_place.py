@@ -148,3 +148,22 @@ def test_a_tensor_in_a_dataclass_is_edited_in_place_and_not_replaced() -> None:
         model.pairs.output.one[:] *= 2
         out = model.output.save()
     assert out.tolist() == tracer.program.run(model, x)["out"].tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("how", [{"program": True}, {"remote": "local"}], ids=str)
+def test_an_own_tensor_that_is_edited_again(how: Any) -> None:
+    """The first edit is one of real values. The tensor is still one that the block has made."""
+
+    def run(**how: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        model, x = passing_on(), torch.ones(3, 4)
+        with torch.no_grad(), model.trace(x, **how):
+            total = torch.zeros(4)
+            total += 1
+            total += model.a.output.sum(0)
+            total *= 2
+            model.d.output[:] += total
+            out = model.output.save()
+            total.save()
+        return total, out
+
+    torch.testing.assert_close(run(**how), run())

@@ -48,7 +48,9 @@ class OwnTensors:
                     result = function(*args, **kwargs)
                 given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is torch.Tensor]
                 with torch._C.DisableTorchFunction():
-                    if type(result) is torch.Tensor and not torch._C._are_functorch_transforms_active():  # their tensors have no storage
+                    is_given = any(leaf is result for leaf in given)  # such as the result of an edit in place
+                    transforms = torch._C._are_functorch_transforms_active()  # their tensors have no storage
+                    if type(result) is torch.Tensor and not is_given and not transforms:
                         is_new = not any(share_memory(leaf, result) for leaf in given)
                         (self._made.add if is_new else self._made.discard)(id(result))
                 return result

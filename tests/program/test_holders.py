@@ -92,3 +92,15 @@ def test_gradients_of_a_held_value(model: Any) -> None:
     with model.trace(PROMPT):
         hidden = model.transformer.h[1].output.save()
     torch.testing.assert_close(found, hidden.sum())
+
+
+@pytest.mark.parametrize("where", [{"remote": "local"}, {"program": True}], ids=str)
+def test_values_without_names_take_no_name_of_the_user(where: dict[str, Any], model: Any) -> None:
+    pair = Pair()
+    with torch.no_grad(), model.trace(PROMPT, **where) as tracer:
+        put_in_attribute(pair, model.transformer.h[1].output)
+        _held = model.lm_head.output.save()
+    with torch.no_grad(), model.trace(PROMPT):
+        hidden, logits = model.transformer.h[1].output.save(), model.lm_head.output.save()
+    same((pair.first, pair.rest[0], _held), (hidden, hidden * 2, logits))
+    assert "save _held" in str(tracer.program) and str(tracer.program).count("\nsave ") == 1

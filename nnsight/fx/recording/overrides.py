@@ -30,7 +30,10 @@ def why_overridden(args: tuple[Any, ...], kwargs: dict[str, Any], fullgraph: boo
     """
     why = _why_overridden((*args, *kwargs.values()))
     if why and fullgraph:
-        raise GraphBreakError(f"The model was compiled with fullgraph=True, and this call must run uncompiled: {why}.")
+        raise GraphBreakError(
+            f"The model was compiled with fullgraph=True, and this call must run uncompiled: {why}. Use `trace(..., compile=False)`, "
+            "or compile the model without fullgraph=True."
+        )
     return why
 
 

@@ -1,7 +1,8 @@
 """Binding results to the user's variables.
 
-After a recording, the variables of the block hold fake tensors, also inside lists and objects of the user. When the results arrive, lists
-and dicts are filled in place, and names are bound to the tensors. A loop that ended early has not computed some values. Lists do not
+After a recording, the variables of the block hold fake tensors, also inside lists and objects of the user. When the results arrive, the
+fake tensors become the results, wherever they are. Torch refuses this for some of them, and gradients need the result itself: for these,
+lists and dicts are filled in place, and names are bound to the results. A loop that ended early has not computed some values. Lists do not
 contain such values, and names for them stay unbound.
 """
 

@@ -45,7 +45,7 @@ from .printing import captured_output
 from .pruning import pruned
 from .recorded_calls import NodeRecorder
 from .refusals import WITHOUT_SIZE, refused
-from .saved_values import HELD, held_tensors, saved_trees
+from .saved_values import held_tensors, saved_trees
 from .size_reads import unseen
 from .visits import Visit
 
@@ -235,9 +235,9 @@ class Recorder(NodeRecorder):
         self.cuts.check()
         cuts = self.cuts
         trees = saved_trees(self, values)
-        held = held_tensors(self, trees, [*marked.values(), *values.values(), *self._holders])
-        if held:
-            trees |= saved_trees(self, {HELD: held})
+        held = held_tensors(self, trees, [*self._holders, *values.values(), *marked.values()])
+        if held:  # under a name that the user has not saved; `Recorded.program` leaves it out
+            trees |= saved_trees(self, {max(values, key=len, default="") + "_held": held})
         job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors, cuts.forced, cuts.printed)
         if not self.runs_again:  # each run of a program draws new numbers
             self.seeded(job)

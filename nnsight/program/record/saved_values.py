@@ -36,12 +36,10 @@ def saved_trees(recorder: Recorder, values: dict[str, Any]) -> dict[str, Any]:
         return {name: write_tree(value, functools.partial(saved_leaf, recorder, name)) for name, value in values.items()}
 
 
-#: The name of the saved tensors that are held only by objects of the user.
-HELD = "_held"
-
 #: Packages whose objects are not searched for tensors of the block: they are part of the model or of a library.
 _LIBRARIES = frozenset({"nnsight", "torch", "transformers", "numpy"})
 
+#: Maximum number of objects that are searched.
 _MOST = 10_000
 
 #: Types whose objects hold no tensors.
@@ -52,7 +50,7 @@ def held_tensors(recorder: Recorder, trees: dict[str, Any], found: Iterable[Any]
     """Return the fake tensors in the objects ``found``, and in all that they hold, that saved ``trees`` do not contain.
 
     Such a tensor may be in an attribute, a set, or a dict with keys that a program cannot contain. At most :data:`_MOST` objects are
-    searched.
+    searched, the last of ``found`` first.
     """
     known = {reference for tree in trees.values() for reference in references(tree)}
     held: dict[int, torch.Tensor] = {}

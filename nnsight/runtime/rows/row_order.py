@@ -64,14 +64,13 @@ class RowOrder(TorchDispatchMode):
         start = 0  # of a part in the axis that is split
         for number, tensor in enumerate(tensors):
             dim = batch_dim(tensor.shape, self._rows)
+            rows, start = self._rows_of_part(func.overloadpacket, args, kwargs, tensor, start)
             if dim is not None:
                 outer = self._outer(func.overloadpacket, args, kwargs, tensor, dim, number)
                 if outer != 1 or hasattr(tensor, _TAG):
                     setattr(tensor, _TAG, outer)
-            else:
-                rows, start = self._rows_of_part(func.overloadpacket, args, kwargs, tensor, start)
-                if rows is not None:
-                    setattr(tensor, _ROWS, rows)
+            elif rows is not None:
+                setattr(tensor, _ROWS, rows)
         return result
 
     def _rows_of_part(self, packet: Any, args: Any, kwargs: Any, part: torch.Tensor, start: int) -> tuple[tuple[int, ...] | None, int]:

@@ -15,6 +15,8 @@ from nnsight.remote import InvalidProgramError, NotExpressibleError
 from ..conftest import Hooks
 from .test_bound import stack
 
+PROGRAMS = [{"program": True}, {"remote": "local"}]
+
 
 @pytest.mark.parametrize("compile", [False, {"backend": "aot_eager"}])
 def test_a_trace_has_its_program(compile: Any) -> None:
@@ -80,6 +82,20 @@ def test_a_generation_has_its_program(model: Any) -> None:
         expected = plain.result.save()
     assert torch.equal(tokens, expected)
     assert "direction" in tracer.program.inputs
+
+
+@pytest.mark.parametrize("how", PROGRAMS, ids=str)
+def test_sizes_in_a_generation_are_those_of_the_run(how: dict[str, Any], model: Any) -> None:
+    """``generate`` asks for the logits of the last position only, if the signature of ``forward`` has an argument for that."""
+    with model.generate("Hello there", max_new_tokens=2, do_sample=False, **how) as tracer:
+        sizes = nnsight.save([])
+        for _ in tracer.iter[:2]:
+            sizes.append((tuple(model.transformer.h[1].output.shape), tuple(model.lm_head.output.shape)))
+            model.lm_head.output = model.lm_head.output * 0.5
+    length = model.tokenizer("Hello there", return_tensors="pt").input_ids.shape[1]
+    width, vocabulary = model.config.n_embd, model.config.vocab_size
+    assert length > 1
+    assert sizes == [((1, length, width), (1, 1, vocabulary)), ((1, 1, width), (1, 1, vocabulary))]
 
 
 def _first(v: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
@@ -332,8 +348,6 @@ def test_an_object_in_a_saved_list_is_refused_by_bind() -> None:
 
 
 # -- several blocks ----------------------------------------------------------------------------------------------------
-
-PROGRAMS = [{"program": True}, {"remote": "local"}]
 
 
 def _agree(model: NNsight, x: torch.Tensor, block: Any, how: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 import weakref
 from collections import OrderedDict
@@ -194,6 +195,7 @@ class FakeModel:
         forward, calls, least = self.root.forward, 0, 1 if costs is None else 2
         step = FakeSteps(forward, interleaver, self.kept, costs)
 
+        @functools.wraps(forward)  # `generate` reads the signature: for instance, whether `forward` takes `logits_to_keep`
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             if calls >= steps or (calls >= least and interleaver.waited.keys() <= _AT_THE_END):

@@ -113,6 +113,17 @@ def test_lines_before_the_first_value_are_shown_while_the_block_is_recorded(mode
     assert [n["do"] for n in kept.recorded.job.nodes].count("log") == 2
 
 
+@pytest.mark.parametrize("where", [{"remote": "local"}, {"program": True}], ids=str)
+def test_lines_are_shown_if_the_block_raises_an_error(where: Any, model: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    """No run of the model reaches them, so the values are missing."""
+    with pytest.raises(KeyError), model.trace(PROMPT, **where):
+        print("mean:", model.transformer.h[0].output.mean())
+        print("then")
+        print("no end", end="")
+        raise KeyError
+    assert capsys.readouterr().out == "mean: <value>\nthen\nno end"
+
+
 def test_other_threads_and_streams_print_as_ever(model: Any, capsys: pytest.CaptureFixture[str]) -> None:
     stream = sys.stdout
 

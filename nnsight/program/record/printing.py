@@ -5,7 +5,8 @@ is a *mark*, and standard output is replaced. A printed line with a mark becomes
 Lines after it become ``log`` nodes, too, which keeps their order. Lines before it are shown at once. If a mark is never printed, the block
 used the text in another way, and is refused.
 
-The server makes the text of each ``log`` node when the run reaches it, and sends it to the client.
+The server makes the text of each ``log`` node when the run reaches it, and sends it to the client. If the block raises an error, no run
+reaches it: the lines are shown without the values.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Prints:
         self._line = ""  # the beginning of a line that has not ended
         self._block: int | None = None  # the block that printed last
         self._sends = False  # whether lines become nodes
+        self._sent: list[str] = []  # the lines that became nodes and that no run has shown
 
     def mark(self, tensor: torch.Tensor, spec: str | None) -> str:
         """Return a mark for the text of ``tensor``. ``spec`` is the format specification of an f-string, or ``None`` for ``repr``."""
@@ -90,6 +92,13 @@ class Prints:
     def catch_up(self) -> None:
         """Note that all recorded lines have been shown. Later lines without values are shown at once again."""
         self._sends = False
+        self._sent.clear()
+
+    def give_up(self) -> None:
+        """Show the lines that no run will show, with a placeholder for each value."""
+        sys.stdout.write("".join(_MARK.sub("<value>", line) for line in [*(f"{line}\n" for line in self._sent), self._line]))
+        self._line = ""
+        self.catch_up()
 
     def check(self) -> None:
         """Raise a :class:`NotExpressibleError`, with the line of the block, if a mark was not printed."""
@@ -97,6 +106,7 @@ class Prints:
             raise NotExpressibleError(next(iter(self._why.values())))
 
     def _send(self, line: str) -> None:
+        self._sent.append(line)
         parts: list[Any] = list(_MARK.split(line))
         for place in range(1, len(parts), 2):
             number = int(parts[place])

@@ -73,6 +73,9 @@ def record(
     try:
         recorder.run_trace(tracer, function)
         return recorder.finished(tracer)
+    except BaseException:
+        recorder.prints.give_up()
+        raise
     finally:
         vars(recorder).clear()  # breaks reference cycles, which would keep the model alive
 
@@ -233,12 +236,11 @@ class Recorder(NodeRecorder):
         self.prints.check()
         self._finish_inputs()
         self.cuts.check()
-        cuts = self.cuts
         trees = saved_trees(self, values)
         held = held_tensors(self, trees, [*self._holders, *values.values(), *marked.values()])
         if held:  # under a name that the user has not saved; `Recorded.program` leaves it out
             trees |= saved_trees(self, {max(values, key=len, default="") + "_held": held})
-        job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors, cuts.forced, cuts.printed)
+        job, numbers = pruned(self.runs, self.nodes, self._roots, trees, self.tensors, self.cuts.forced, self.cuts.printed)
         if not self.runs_again:  # each run of a program draws new numbers
             self.seeded(job)
         known = {id(fake): (fake, numbers[node], output) for fake, (node, output) in self._refs.items() if node in numbers}

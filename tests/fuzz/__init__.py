@@ -8,7 +8,8 @@
 * :mod:`~tests.fuzz.source` writes a block as the text of a program with real ``with model.trace(...)`` statements;
 * :mod:`~tests.fuzz.reference` runs the same statements inside plain torch hooks;
 * :mod:`~tests.fuzz.world` has what a block can reach, and says what has to agree after a run;
-* :mod:`~tests.fuzz.runner` runs one case in all ways, and compares.
+* :mod:`~tests.fuzz.runner` runs one case in all ways, and compares;
+* :mod:`~tests.fuzz.invokes` draws traces of several invokes with barriers, for :mod:`~tests.fuzz.test_invokes`.
 
 ``python -m tests.fuzz --help`` runs many cases.
 """

@@ -1,0 +1,51 @@
+"""Several invokes with barriers, drawn at random: compiled traces, programs and servers do what the eager trace does."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+
+from ..conftest import close
+from . import invokes
+from .invokes import DEMAND, FORMS, compiled, observe, program
+
+
+@functools.cache
+def _models() -> dict[str, Any]:
+    return invokes.models()
+
+
+@functools.cache
+def _expected(seed: int) -> tuple[Any, str | None]:
+    return observe(compiled(seed), _models()["eager"])
+
+
+def _agree(form: str, seed: int) -> None:
+    model, options = FORMS[form]
+    expected, error = _expected(seed)
+    found, other = observe(compiled(seed), _models()[model], **options)
+    if form == "program" and DEMAND.partition("(")[0] in program(seed):
+        assert (found, other) == (None, "NotExpressibleError")
+        return
+    assert other == error, program(seed)
+    if error is None:
+        assert found[2] == expected[2], program(seed)
+        if expected[0] or expected[1]:
+            close(found[:2], expected[:2])
+
+
+@pytest.mark.filterwarnings("ignore:The loop ended at")
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("form", ["program", "server"])
+def test_invokes_agree_with_the_eager_trace(form: str, seed: int) -> None:
+    _agree(form, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The loop ended at")
+@pytest.mark.parametrize("form", FORMS)
+def test_more_invokes_agree_with_the_eager_trace(form: str) -> None:
+    for seed in range(100, 112 if form.startswith("compiled") else 160):
+        _agree(form, seed)

@@ -662,9 +662,16 @@ class Mistakes(Models):
     def pass_behind_no_grad_sent(self) -> None:
         with self.sent():
             with torch.no_grad():
-                hidden = self.model[0].output * 2
+                self.model[0].output[:] = 0
             with self.model.output.sum().backward():
                 pass
+
+    def gradient_behind_values_sent(self) -> None:
+        with self.sent():
+            hidden = self.model[0].output
+            torch.linalg.svdvals(hidden)
+            with self.model.output.sum().backward():
+                hidden.grad.save()
 
     def generator_sent(self) -> None:
         with self.sent():

@@ -208,9 +208,37 @@ def of_a_session(model: Any, **where: Any) -> Any:
     return one, two
 
 
+def behind_no_grad(model: Any, **where: Any) -> Any:
+    with model.trace(PROMPT, **where):
+        hidden = model.transformer.h[1].output
+        with torch.no_grad():
+            direction = hidden / hidden.norm(dim=-1, keepdim=True)
+            own = torch.zeros_like(hidden)
+            own += hidden
+            later = model.transformer.h[2].output
+        model.lm_head.output = model.lm_head.output * (later * direction + own).sum()
+        with model.lm_head.output[:, -1].logsumexp(-1).sum().backward():
+            one = later.grad.save()
+            two = hidden.grad.save()
+    return one, two
+
+
+def between_traces(model: Any, **where: Any) -> Any:
+    """The value that is computed between the traces has no gradient on the server, and none is asked for."""
+    with model.session(**where):
+        with model.trace(PROMPT):
+            target = model.lm_head.output[:, -1]
+        target = target.float() * 2
+        with model.trace(OTHER):
+            hidden = model.transformer.h[1].output
+            with (model.lm_head.output[:, -1] - target).pow(2).sum().backward():
+                gradient = hidden.grad.save()
+    return gradient
+
+
 @pytest.mark.parametrize(
     "example",
-    [of_several_layers, of_two_passes, of_invokes, of_what_a_module_made, of_a_session],
+    [of_several_layers, of_two_passes, of_invokes, of_what_a_module_made, of_a_session, behind_no_grad, between_traces],
     ids=lambda example: example.__name__,
 )
 def test_gradients_of_a_language_model(model: Any, example: Any) -> None:
@@ -294,7 +322,7 @@ def under_no_grad(net: NNsight) -> None:
     with net.trace(X, **REMOTE):
         hidden = net.relu.output
         with torch.no_grad():
-            twice = hidden * 2
+            hidden *= 2
         with net.output.sum().backward():
             gradient = hidden.grad.save()
 
@@ -332,11 +360,20 @@ def asked_whether_it_requires_gradients(net: NNsight) -> None:
             hidden.requires_grad_()
 
 
+def with_respect_to_a_value_before_values(net: NNsight) -> None:
+    with net.trace(X, **REMOTE):
+        hidden = net.relu.output
+        scale = torch.linalg.svdvals(hidden)[0]
+        with (net.output.sum() * scale).backward():
+            gradient = hidden.grad.save()
+
+
 REFUSED = {
+    with_respect_to_a_value_before_values: "`linalg_svdvals` before was done with values",
     bare: "bare `.backward",
     nested: "in the block of another",
     with_inputs: "`inputs=`",
-    under_no_grad: "the block uses `torch.no_grad.*before",
+    under_no_grad: "is edited in place under `torch.no_grad",
     a_trace_under_no_grad: "the trace is under `torch.no_grad",
     by_a_function: "`grad` cannot be sent",
     of_a_weight: "A weight of the model cannot",

@@ -120,6 +120,7 @@ class Cuts:
             versions = [value._version for value in values]
             for place, value in zip(places, values, strict=True):
                 leaves[place] = value
+            given = [leaf for place, leaf in enumerate(leaves) if place not in places]
             args, kwargs = pytree.tree_unflatten(leaves, structure)
             result = function(*args, **kwargs)
             made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -132,7 +133,9 @@ class Cuts:
         if [value._version for value in values] != versions:
             raise NotExpressibleError(here(f"{shown(name)} edits a value in place, which {_EDITED}"))
         if any(leaf.is_floating_point() for leaf in made) and not all(map(self._is_detached, fakes)):
-            self._recorder.gradients.lose(f"{shown(name)} before was done with values, which autograd does not follow")
+            gradients, own = self._recorder.gradients, any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given)
+            lose = gradients.lose if own else gradients.lose_before
+            lose(f"{shown(name)} before was done with values, which autograd does not follow")
         if type(result).__module__ == "numpy" and hasattr(result, "setflags"):
             result.setflags(write=False)  # a write to the array would not reach the model
         return result

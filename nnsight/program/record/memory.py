@@ -142,6 +142,8 @@ class InPlaceEdits:
                 f"The value of `{node['site']}` is edited in place after the model has gone on from there. Edit it where it is read, or "
                 "`.clone()` it first."
             )
+        if not recorder.gradients.enabled:  # the model would compute with the copy, to which no gradient flows
+            recorder.gradients.lose(f"the value of `{node['site']}` is edited in place under `torch.no_grad()`")
         if root not in visit.edited:
             node["copy"] = True
             visit.edited.add(root)

@@ -34,6 +34,8 @@ class Gradients:
         self._recorder = recorder
         self._rows: Any = WeakIdKeyDictionary()  # rows of an invoke -> (whole tensor, group, where the rows are)
         self._off = ""  # the reason why gradients may be missing
+        self._before = 0, ""  # gradients may be missing for the results of nodes before this number, and why
+        self._used: Any = WeakIdKeyDictionary()  # the block's own tensors that were used before that node
         self._counted: set[int | None] = set()  # blocks for which the number of all rows is recorded
         self._modes: dict[int | None, bool] = {}  # whether each block has gradients enabled
         self._requiring: Any = WeakIdKeyDictionary()  # the tensors that the block has called `requires_grad_` on
@@ -55,8 +57,6 @@ class Gradients:
             torch._C._set_grad_enabled(enabled)
         if self.followed:
             self._modes[self._recorder.block] = enabled
-            if not enabled:
-                self.lose("the block uses `torch.no_grad()` before the pass")
 
     @property
     def enabled(self) -> bool:
@@ -66,6 +66,11 @@ class Gradients:
     def lose(self, why: str) -> None:
         """Note that gradients may be missing from here on, because of ``why``. Later backward passes are refused."""
         self._off = self._off or here(why)
+
+    def lose_before(self, why: str) -> None:
+        """Note that gradients may be missing for the values so far, because of ``why``. Those of later values are complete."""
+        self._before = len(self._recorder.nodes), here(why)
+        self._used.update(dict.fromkeys(self._recorder._constants))
 
     def require(self, tensor: torch.Tensor, requires: bool = True) -> torch.Tensor:
         """Record that gradients flow to ``tensor`` from here on, and return it."""
@@ -179,7 +184,11 @@ class Gradients:
                 "The gradient with respect to a tensor of your own can be sent only if the block uses the tensor itself together with "
                 "values of the model. Here it uses only a tensor that was computed from it, and the server gets only that tensor."
             )
-        return recorder.substitute(tensor)
+        fake = recorder.substitute(tensor)
+        number, why = self._before
+        if why and (recorder.reference(fake)["ref"][0] < number or id(tensor) in recorder.model.weights or tensor in self._used):
+            raise refused(f"The gradient with respect to this value cannot be sent: {why}. Use `.detach()` where no gradient should flow.")
+        return fake
 
 
 class RecordedPass(Tracer):

@@ -10,6 +10,7 @@ Inputs that the graph edits in place, and tensors that share memory with them, c
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..effects import Kind, Memory, edited, edits, kind_of, name_of
+from ..splicing.passes import base_of
 from .region_plan import STRETCH
 
 if TYPE_CHECKING:
@@ -75,12 +77,27 @@ class _Results:
         base = _base(node)
         return self._first.get(base, base)
 
+    @functools.cached_property
+    def _in_memory(self) -> dict[torch.fx.Node, list[torch.fx.Node]]:
+        """The nodes whose tensors share memory, by the node that allocates it."""
+        found: dict[torch.fx.Node, list[torch.fx.Node]] = {}
+        for node in self.order:
+            found.setdefault(base_of(node), []).append(node)
+        return found
+
     def uses(self, place: int) -> Iterator[torch.fx.Node]:
         """Yield the calls that use the tensor after its last sure edit."""
         tensor, since = self._tensors[place], self.since[place]
         names = [tensor] if since is tensor else self._aliases[self._base(tensor)]
         for node in names:
             yield from (user for user in node.users if user.op != "output" and self.order[user] > self.order[since])
+
+    def later_uses(self, node: torch.fx.Node) -> list[torch.fx.Node]:
+        """Return the calls that use the result of ``node``, or the tensor that it edits, after it. The output node counts as one."""
+        source = edited(node)
+        names = [] if source is None else self._in_memory[base_of(source)]
+        later = [user for name in names for user in name.users if user.op == "output" or self.order[user] > self.order[node]]
+        return [*node.users, *later]
 
 
 #: Kinds of calls whose result surely is, or may be, a view of their first argument.
@@ -141,10 +158,11 @@ def partial_results(
             if node in seen or not _passes_gradients(node):
                 continue
             seen.add(node)
-            if node in results.leaving or any(user.op == "output" or part_of(user) is not part for user in node.users):
+            users = results.later_uses(node)
+            if node in results.leaving or any(user.op == "output" or part_of(user) is not part for user in users):
                 found.add(place)
                 break
-            pending += node.users
+            pending += users
     return frozenset(found)
 
 

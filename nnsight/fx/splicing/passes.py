@@ -66,10 +66,10 @@ def copy_edited_values(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModu
     last: dict[torch.fx.Node, int] = {}  # position of the last edit of each edited value
     for node, index in position.items():
         source = edited(node)
-        if source is not None and (base := _base(source)).op not in ("placeholder", "get_attr"):
+        if source is not None and (base := base_of(source)).op not in ("placeholder", "get_attr"):
             last[base] = index
     for node, index in position.items():
-        read = [given for given in node.all_input_nodes if index < last.get(_base(given), -1)] if _is_new(node) else []
+        read = [given for given in node.all_input_nodes if index < last.get(base_of(given), -1)] if _is_new(node) else []
         for given in read:
             with graph.inserting_before(node):
                 node.replace_input_with(given, _cloned(graph, given))
@@ -81,7 +81,7 @@ def copy_edited_values(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModu
     return _finished(graph_module, len(last))
 
 
-def _base(node: torch.fx.Node) -> torch.fx.Node:
+def base_of(node: torch.fx.Node) -> torch.fx.Node:
     """Return the node that computed the tensor of which ``node`` is an edit or a view, or ``node`` itself."""
     source: torch.fx.Node | None = node
     while source is not None:
@@ -89,9 +89,10 @@ def _base(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-def _cloned(graph: torch.fx.Graph, node: torch.fx.Node) -> torch.fx.Node:
+def _cloned(graph: torch.fx.Graph, node: torch.fx.Node, at: torch.fx.Node | None = None) -> torch.fx.Node:
+    """Return a new node that clones the value of ``node``. It belongs to the place of ``at``, by default that of ``node``."""
     copied = graph.call_method("clone", (node,))
-    copied.meta = dict(node.meta)
+    copied.meta = {**(at or node).meta, "example_value": _example(node)}
     return copied
 
 
@@ -136,6 +137,52 @@ _OUT_OF_PLACE: dict[Any, Any] = {
 }
 
 
+def edit_copies(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Apply in-place edits to copies, which all later calls use, if a result of the graph is computed before the edit.
+
+    A graph cannot be cut between a tensor and an edit of it. This pass is for graphs that are cut for gradients. An edit stays if an alias
+    that is used later cannot be computed again from the copy.
+    """
+    graph, copied = graph_module.graph, 0
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    results = [order[node] for node in graph.output_node().all_input_nodes]
+    since = dict(order)  # for each base, the position from which on it has its memory
+    for node in order:
+        source = edited(node)
+        base = node if source is None else base_of(source)
+        number = order[node]
+        if base is node or base.op in ("placeholder", "get_attr") or not any(since[base] <= result < number for result in results):
+            continue
+        used = [other for other in order if order[other] < number and any(order.get(user, -1) >= number for user in other.users)]
+        aliases = [other for other in used if base_of(other) is base]
+        if any(_share(_example(other), _example(base)) for other in used if other not in aliases):
+            continue
+        with graph.inserting_before(node):
+            again: dict[torch.fx.Node, torch.fx.Node] = {base: _cloned(graph, base, node)}
+            since[again[base]] = number
+            for alias in aliases:
+                new = _again(graph, alias, again)
+                for user in [user for user in alias.users if order.get(user, -1) >= number]:
+                    user.replace_input_with(alias, new)
+        copied += 1
+    return _finished(graph_module, copied)
+
+
+def _again(graph: torch.fx.Graph, alias: torch.fx.Node, again: dict[torch.fx.Node, torch.fx.Node]) -> torch.fx.Node:
+    """Return ``alias`` computed again from the copy of its base; ``again`` has the nodes for which that is done."""
+    if alias not in again:
+        source = edited(alias)  # an edit returns the tensor itself
+        viewed = source or _viewed(alias)
+        assert viewed is not None
+        new = _again(graph, viewed, again)
+        again[alias] = new if source is not None else graph.node_copy(alias, lambda given: new if given is viewed else given)
+    return again[alias]
+
+
+def _example(node: torch.fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
 def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """Replace in-place edits of values that nothing else uses by out-of-place calls, as the edit in ``x = f(x); x += g(y)``.
 
@@ -153,6 +200,11 @@ def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphMo
             node.target = new
             replaced += 1
     return _finished(graph_module, replaced)
+
+
+def make_cuttable(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """Rewrite the in-place edits of a graph that is cut for gradients, so that a border can stand before them."""
+    return edit_copies(replace_unseen_edits(graph_module))
 
 
 def run_passes(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[PassRun, ...]]:
@@ -181,7 +233,7 @@ def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
     if kind_of(node) not in (Kind.VIEW, Kind.READ) or not node.all_input_nodes:
         return None
     source = node.all_input_nodes[0]
-    one, other = (item.meta.get("example_value") for item in (node, source))
+    one, other = _example(node), _example(source)
     if isinstance(other, (tuple, list)):  # an item of several results: items of `chunk` are views, those of `topk` are not
         return next((given for given in source.all_input_nodes if _share(one, given.meta.get("example_value"))), None)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

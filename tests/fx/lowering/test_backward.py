@@ -155,3 +155,81 @@ def test_a_value_that_a_product_keeps_for_its_gradient_is_edited_behind_it() -> 
     edited = features.clone()
     edited[:, 1] = 2.0
     torch.testing.assert_close(out, (decode(edited) + net[0](x) - decode(features)).tanh())
+
+
+class Experts(torch.nn.Module):
+    """Adds the results of its parts in place, as a mixture of experts does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        out.index_add_(0, torch.tensor([0, 1]), self.one(hidden[:2]))
+        out[:, 4:] += self.other(hidden)[:, 4:]
+        return out
+
+
+def whole(model: Any, value: torch.Tensor) -> None:
+    model[2].output[:] = value
+
+
+def part(model: Any, value: torch.Tensor) -> None:
+    model[2].output[:, :4] = value[:, :4]
+
+
+def added(model: Any, value: torch.Tensor) -> None:
+    model[2].output += value
+
+
+def added_to_a_part(model: Any, value: torch.Tensor) -> None:
+    model[2].output[-1] += value[-1]
+
+
+def copied(model: Any, value: torch.Tensor) -> None:
+    model[2].output.copy_(value)
+
+
+def through_views(model: Any, value: torch.Tensor) -> None:
+    hidden = model[2].output
+    heads = hidden.view(3, 2, 4)
+    first = heads[:, 0]
+    first[:] = value[:, :4]
+    heads[:, 1] *= value.view(3, 2, 4)[:, 0]
+    assert hidden.shape == (3, 8)
+
+
+def as_an_input(model: Any, value: torch.Tensor) -> None:
+    model[3].input[:] = value
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_held", [False, True], ids=["", "held"])
+@pytest.mark.parametrize("put", [whole, part, added, added_to_a_part, copied, through_views, as_an_input])
+def test_the_gradient_of_a_tensor_that_goes_on_in_an_edit_in_place(put: Any, is_held: bool, backend: str) -> None:
+    """Latents have a penalty of their own, and their reconstruction is written in place: the gradient has both parts.
+
+    The warnings of a graph that runs uncompiled would be errors here.
+    """
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8), torch.nn.GELU(), Experts())
+    given, weight = torch.randn(3, 8), torch.randn(8, 16)
+
+    def run(compile: Any) -> list[torch.Tensor]:
+        model = nnsight.NNsight(net, compile=compile)
+        with model.trace(given):
+            hidden = model[2].output
+            latents = torch.relu(hidden @ weight)
+            if not is_held:
+                del hidden
+            put(model, latents @ weight.T)
+            expert = model[4].one.output
+            loss = model.output.pow(2).sum() + 0.1 * latents.abs().sum() + expert.sum()
+            with loss.backward():
+                found = [expert.grad.clone(), latents.grad.clone()].save()
+        return list(found)
+
+    for found, expected in zip(run({"backend": backend}), run(False), strict=True):
+        assert expected.abs().max() > 0
+        torch.testing.assert_close(found, expected)

@@ -204,6 +204,7 @@ class Barrier:
     def _wait(self, run: Interleaver) -> None:
         mediator = run.current
         assert mediator is not None
+        self._arrived = [other for other in self._arrived if other.alive]  # a request can end while its block waits
         waits = len(self._arrived) + 1 < self.participants
         if run.recorder is not None:
             run.recorder.barrier(self, self.participants, waits)

@@ -95,13 +95,16 @@ class VLLMEngine:
     @functools.cached_property
     def limits(self) -> RequestLimits:
         """The abilities of this engine."""
-        hidden, tapped = self.llm.llm_engine.model_config.get_hidden_size(), self._runner.tapped
+        config, tapped = self.llm.llm_engine.model_config, self._runner.tapped
+        hidden, vocabulary = config.get_hidden_size(), config.get_vocab_size()
         if tapped is None:
-            return RequestLimits(hidden, functions=self._functions, stopping=self._stopping, blocks=self._blocks)
+            return RequestLimits(
+                hidden, functions=self._functions, stopping=self._stopping, blocks=self._blocks, vocabulary=vocabulary
+            )
         drafts = self.llm.llm_engine.vllm_config.speculative_config is not None
         locations, steered, captured = tuple(tapped.locations), tuple(tapped.steered), tuple(tapped.captured)
         places = (hidden, locations, steered, tapped.rank, captured, drafts)
-        return RequestLimits(*places, self._functions, self._programs, self._stopping, self._blocks)
+        return RequestLimits(*places, self._functions, self._programs, self._stopping, self._blocks, vocabulary)
 
     def run(self, requests: Sequence[Request]) -> None:
         """Run ``requests`` until all have finished or failed. Errors of blocks are stored in their runs. Raise ``ValueError`` if a block

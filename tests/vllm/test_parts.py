@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import pickle
 import resource
@@ -17,6 +18,7 @@ import torch
 
 from nnsight.runtime.errors import ReplacementShapeError
 from nnsight.runtime.interleaver import active_interleaver
+from nnsight.runtime.invoker import Barrier
 from nnsight.runtime.mediator import Mediator
 from nnsight.vllm import VLLM
 from nnsight.vllm.prompts import prompt_of
@@ -29,7 +31,7 @@ from nnsight.vllm.worker.engine_taps import Layout, at_side, tapped_modules
 from nnsight.vllm.worker.kept_values import KeptValues
 from nnsight.vllm.worker.ranks import ABANDON, WORK, Leader, SingleRank
 from nnsight.vllm.worker.request_rows import RequestRows, RowView, ordinary
-from nnsight.vllm.worker.requests import RequestLimits, RequestRun
+from nnsight.vllm.worker.requests import SAMPLES, RequestLimits, RequestRun
 from nnsight.vllm.worker.runner import check
 from nnsight.vllm.worker.spread import Spread, Spreads
 from nnsight.vllm.worker.steps import EngineStep, Part
@@ -138,6 +140,42 @@ def test_each_request_counts_its_own_occurrences() -> None:
 
 
 # -- operations of the graph ------------------------------------------------------------------------------------------
+
+
+def test_a_barrier_does_not_wait_for_a_request_that_has_ended() -> None:
+    """Requests need not share steps, so one can end while its block waits for the other."""
+    barrier = Barrier(SimpleNamespace(opens_invokes=False), 2)  # type: ignore[arg-type]
+    met: list[int] = []
+
+    def block(number: int) -> None:
+        requested("model.layer.output")
+        barrier()
+        met.append(number)
+
+    runs = [run_of(functools.partial(block, number)) for number in range(3)]
+    for number, run in enumerate(runs):
+        with ordinary():
+            run.meet("model.layer.output", torch.zeros(1, HIDDEN), RequestRows(0, 1, 1))
+        run.run_ready()
+        if not number:
+            run.cancel()
+    assert sorted(met) == [1, 2] and all(run.error is None for run in runs)
+
+
+def test_tokens_outside_of_the_vocabulary_are_refused() -> None:
+    def block() -> None:
+        requested(SAMPLES)[:] = 7
+        requested("model.layer.output")
+
+    for vocabulary, fits in ((8, True), (7, False)):
+        limits = RequestLimits(HIDDEN, vocabulary=vocabulary)
+        run = RequestRun([Mediator(block)], None, None, "request", limits)
+        run.begin()
+        ids = torch.zeros(2, 1, dtype=torch.int64)
+        with ordinary():
+            left = run.meet(SAMPLES, ids, RequestRows(0, 1, 2))
+        assert left.flatten().tolist() == [7 if fits else 0, 0]
+        assert fits or (isinstance(run.error, ValueError) and "0 to 6" in str(run.error))
 
 
 def test_operations_keep_what_they_say_to_torch() -> None:

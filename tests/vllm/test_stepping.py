@@ -99,6 +99,15 @@ def test_a_loop_goes_on_as_a_program(model: VLLM, reference: LanguageModel, vect
         assert f"request 1: block ran {where}, in {COUNT} steps, {COUNT - python} of them as a program" in str(tracer.report)
 
 
+def test_a_loop_without_an_effect_goes_on_as_python(model: VLLM, at_once: None) -> None:
+    with model.trace(PROMPTS[0], **LONG) as tracer:
+        for _ in tracer.iter[:COUNT]:
+            hidden = model.model.layers[1].residual
+        result = tracer.result.save()
+    assert len(tokens(result)) == COUNT and tracer.report.programs == [0]
+    assert "its steps have no effect" in str(tracer.report)
+
+
 # -- what a body may do -------------------------------------------------------------------------------------------------
 
 

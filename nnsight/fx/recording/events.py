@@ -200,9 +200,11 @@ class EventRecorder(TorchFunctionMode):
         )
 
     def _index(self, index: Any) -> Any:
-        """Return an index with its NumPy arrays as tensors and its scalar tensors as integers."""
+        """Return an index with its NumPy arrays as tensors, its scalar tensors as integers, and its ranges as lists."""
         if isinstance(index, tuple):
             return tuple(self._index(item) for item in index)
+        if isinstance(index, range):
+            return list(index)
         if type(index).__module__ == "numpy" and hasattr(index, "__len__"):
             return torch.tensor(index, device="cpu")
         if (

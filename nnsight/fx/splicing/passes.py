@@ -147,13 +147,12 @@ def edit_copies(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     order = {node: number for number, node in enumerate(graph.nodes)}
     results = [order[node] for node in graph.output_node().all_input_nodes]
     since = dict(order)  # for each base, the position from which on it has its memory
-    for node in order:
+    for node, number in order.items():
         source = edited(node)
         base = node if source is None else base_of(source)
-        number = order[node]
         if base is node or base.op in ("placeholder", "get_attr") or not any(since[base] <= result < number for result in results):
             continue
-        used = [other for other in order if order[other] < number and any(order.get(user, -1) >= number for user in other.users)]
+        used = [other for other, place in order.items() if place < number and any(order.get(user, -1) >= number for user in other.users)]
         aliases = [other for other in used if base_of(other) is base]
         if any(_share(_example(other), _example(base)) for other in used if other not in aliases):
             continue

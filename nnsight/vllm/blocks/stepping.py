@@ -193,12 +193,15 @@ class Steps:
                 raise NotPlainError("it fills a list, and code that reads the stream could see the list in each step")
             check_apart(loop, program.parameters, self._block, self._others)
             compare(program, loop.used, watched)
+            converted = self._programs.convert(program)
+            if not converted.parts:
+                raise NotPlainError("its steps have no effect")
         except NotPlainError as error:
             known.why = self.why = str(error)
             return
         read = program.others.read(self._variable)
         alive = [weakref.ref(item) for item in (*read.objects, *read.tensors) if type(item).__weakrefoffset__] if read else []
-        known.programs.append(_Recorded(self._programs.convert(program), self._key_of(program, False), alive))
+        known.programs.append(_Recorded(converted, self._key_of(program, False), alive))
 
     def _fits(self, entry: _Recorded) -> bool:
         """Whether a program fits the present values of the variables."""

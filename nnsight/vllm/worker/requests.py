@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ...compat import Interleaver
 from ...runtime.errors import EarlyStopException, OutOfOrderError
 from ...runtime.interleaver import active_run
@@ -46,6 +48,7 @@ class RequestLimits:
     programs: Mapping[str, GraphProgram] = field(default_factory=dict)  # programs in its graph, by name
     stopping: StopPrograms | None = None  # makes the edits and programs that run where the engine stops
     blocks: BlockPrograms | None = None  # programs recorded from blocks; `None` on several devices
+    vocabulary: int = 0  # number of token ids
 
 
 class _NoSkips(dict[str, Any]):
@@ -244,11 +247,21 @@ class RequestRun(Interleaver):
             return value
         if copied is not None and self.stepping is not None:
             self.stepping.note_result(location, copied, left)
+        if location == SAMPLES and self.error is None and view.is_changed(left):
+            self._guarded(self._check_tokens, left)
+            if self.error is not None:
+                return value
         if location not in self.limits.captured:
             return self._guarded(view.put_back, left, otherwise=value)
         if self.error is None and view.is_changed(left):
             self.fail(read_only(location))
         return value
+
+    def _check_tokens(self, ids: Any) -> None:
+        """End the run with a ``ValueError`` unless ``ids``, which the block left as the sampled tokens, are in the vocabulary."""
+        most = self.limits.vocabulary
+        if isinstance(ids, torch.Tensor) and not bool(((ids >= 0) & (ids < most)).all()):
+            self.fail(ValueError(f"`{SAMPLES}` was given {ids.flatten().tolist()}, but the ids of tokens are 0 to {most - 1}."))
 
     def settle(self, single: bool) -> bool:
         """Park the block if a program can run its next step, or resume it if the program no longer fits. Return whether that changed it.

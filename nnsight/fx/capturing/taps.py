@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ...runtime.modules.recorded_outputs import record_replaced
 from .structures import (
     DICT,
     KEPT_CLASSES,
@@ -95,7 +96,10 @@ def tapped_call(
 ) -> Any:
     """Make a call between two taps. Dynamo traces this function, so common values have a fast path."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        return tapped(output_location, call(tap(input_location, [args[0]], _ONE_TENSOR)[0]))
+        output = call(tap(input_location, [args[0]], _ONE_TENSOR)[0])
+        left = tapped(output_location, output)
+        record_replaced(call, output, left)
+        return left
     plain = _structure_of_call("None," * len(args), list(kwargs), "None," * len(kwargs))
     new = _tap_simple(input_location, [*args, *kwargs.values()], plain)
     given: list[tuple[list[Any], Any, str]] = []
@@ -107,7 +111,10 @@ def tapped_call(
         new = _tap_parts(input_location, given, _structure_of_call(texts[0], list(kwargs), texts[1]))
     args = tuple(new[: len(args)])
     kwargs = dict(zip(kwargs, new[len(args) :]))  # noqa: B905 - dynamo is slower with `strict`
-    return tapped(output_location, call(*args, **kwargs), given)
+    output = call(*args, **kwargs)
+    left = tapped(output_location, output, given)
+    record_replaced(call, output, left)
+    return left
 
 
 #: The structure of the arguments of a call ``module(tensor)``, as :func:`describe` writes it.

@@ -24,6 +24,7 @@ import torch
 
 from ...shared_changes import SharedChange
 from ..interleaver import active_interleaver
+from .recorded_outputs import record_replaced, record_skipped
 
 #: Makes a call while dynamo traces it: ``(input location, output location, call, args, kwargs) -> output``.
 TracedCall = Callable[[str, str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -67,9 +68,16 @@ def intercepted(path: str, traced_call: TracedCall | None, owner: object = None)
         else:
             counts[input_location] = counts.get(input_location, 0) + 1
             skipped = ()
-        output = skipped[0] if skipped else call(*args, **kwargs)
+        if skipped:
+            output = skipped[0]
+            record_skipped(call, args, output)
+        else:
+            output = call(*args, **kwargs)
         if output_location in waited:
-            return run.offer(run, output_location, output)
+            left = run.offer(run, output_location, output)
+            if left is not output:
+                record_replaced(call, output, left)
+            return left
         counts[output_location] = counts.get(output_location, 0) + 1
         return output
 

@@ -71,3 +71,34 @@ def test_a_generation_returns_hidden_states() -> None:
     assert torch.equal(result.sequences, expected.sequences)
     for here, there in zip(result.hidden_states, expected.hidden_states, strict=True):
         same(list(here), list(there))
+
+
+@pytest.mark.parametrize("compile", [False, {"backend": "eager"}, {"backend": "aot_eager"}], ids=str)
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_what_takes_the_place_of_an_output_is_recorded(make: Callable[..., torch.nn.Module], compile: Any) -> None:
+    """The hooks of transformers run inside of the module's call, before a block gets the output; a skipped module has no call."""
+    value = torch.linspace(-1, 1, 2 * 7 * 32).reshape(2, 7, 32)
+    model = NNsight(make(), compile=compile)
+    given = {"output_hidden_states": True, "use_cache": False}
+
+    def replaced() -> Any:
+        with model.trace(TOKENS, **given):
+            layer_of(model).output = value
+            states = model.output.hidden_states.save()
+        return states
+
+    def skipped() -> Any:
+        with model.trace(TOKENS, **given):
+            layer_of(model).skip(value)
+            states = model.output.hidden_states.save()
+        return states
+
+    with torch.no_grad():
+        plain = model._module(TOKENS, **given).hidden_states
+        with model.edit() as edited:
+            layer_of(edited).output = value
+        for states in (replaced(), skipped(), replaced(), edited(TOKENS, **given).hidden_states):
+            assert len(states) == 3
+            same([states[0], states[1]], [plain[0], value])
+            assert not torch.equal(states[2], plain[2])
+        same(list(model._module(TOKENS, **given).hidden_states), list(plain))

@@ -147,8 +147,9 @@ def edit_copies(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     order = {node: number for number, node in enumerate(graph.nodes)}
     results = [order[node] for node in graph.output_node().all_input_nodes]
     since = dict(order)  # for each base, the position from which on it has its memory
+    unfollowed = _without_gradients(graph)
     for node, number in order.items():
-        source = edited(node)
+        source = None if node in unfollowed else edited(node)
         base = node if source is None else base_of(source)
         if base is node or base.op in ("placeholder", "get_attr") or not any(since[base] <= result < number for result in results):
             continue
@@ -178,6 +179,17 @@ def _again(graph: torch.fx.Graph, alias: torch.fx.Node, again: dict[torch.fx.Nod
     return again[alias]
 
 
+def _without_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """Return the nodes of ``graph`` under ``torch.no_grad()``. An edit there keeps the tensor's gradient; a copy would have none."""
+    found, enabled = set[torch.fx.Node](), True
+    for node in graph.nodes:
+        if node.target is torch._C._set_grad_enabled:
+            enabled = bool(node.args[0])
+        elif not enabled:
+            found.add(node)
+    return found
+
+
 def _example(node: torch.fx.Node) -> Any:
     return node.meta.get("example_value")
 
@@ -187,9 +199,9 @@ def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphMo
 
     A graph cannot be cut between a tensor and an edit of it. This pass is for graphs that are cut for gradients.
     """
-    replaced = 0
+    replaced, unfollowed = 0, _without_gradients(graph_module.graph)
     for node in graph_module.graph.nodes:
-        new = _OUT_OF_PLACE.get(node.target) if node.op in ("call_function", "call_method") else None
+        new = _OUT_OF_PLACE.get(node.target) if node.op in ("call_function", "call_method") and node not in unfollowed else None
         source = None if new is None else edited(node)
         if source is None or set(source.users) != {node} or not _is_new(source):
             continue

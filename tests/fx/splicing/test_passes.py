@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 import os
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 
 from nnsight import NNsight
 from nnsight.fx.effects import Kind, edited, kind_of
-from nnsight.fx.splicing.passes import PASSES, copy_edited_values, drop_unused_calls, run_passes
+from nnsight.fx.splicing.passes import PASSES, copy_edited_values, drop_unused_calls, make_cuttable, run_passes
 
 from ..test_driver import Net
 
@@ -302,3 +303,25 @@ def test_the_schema_of_an_operator_says_what_it_edits(name: str, known: bool) ->
     packet, overload = name.split(".")
     node = graph.call_function(getattr(getattr(torch.ops.aten, packet), overload), (target, source))
     assert edited(node) is (target if known else None)
+
+
+def test_edits_are_made_on_copies_before_which_a_graph_can_be_cut() -> None:
+    """Aliases that are used later become those of the copy. An edit that autograd does not see keeps its tensor."""
+    builder = Builder()
+    hidden = builder.call(torch.mul, *builder.inputs, 2)
+    heads = builder.view(hidden, 2, 2, 2)
+    result = builder.relu(hidden)
+    first, half = builder.call(operator.getitem, heads, (slice(None), 0)), builder.call(operator.getitem, result, (slice(None), slice(2)))
+    builder.call(operator.iadd, first, half)
+    builder.call(torch._C._set_grad_enabled, False)
+    builder.mul_(hidden, 3)
+    builder.call(torch._C._set_grad_enabled, True)
+    builder.graph.output(([result, builder.sum(heads), hidden],))
+    module = torch.fx.GraphModule(torch.nn.Module(), builder.graph)
+    x = torch.randn(2, 4, requires_grad=True)
+    (expected,) = copy.deepcopy(module)(x)
+    (found,) = make_cuttable(module)(x)
+    assert [node.target for node in module.graph.nodes].count("clone") == 1
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(*(torch.autograd.grad(value.sum(), x, retain_graph=True) for value in (one, other)))

@@ -194,6 +194,7 @@ def test_tables_do_what_each_rows_edit_says() -> None:
     module = torch.nn.Identity()
     rows = torch.zeros(8, dtype=torch.int64)
     module.nnsight_rows, module.nnsight_calls, module.nnsight_parts, module.nnsight_returns_parts = rows, [], [], True
+    module.nnsight_batched = False
     add_part(module, tables_part(2, 4, torch.float32), 2, {})
     everything, addition = Steering.of(4, vector, factor, plane, 0), Steering.of(4, 2.0, None, None, 0)
     for slot, steering in ((1, addition), (2, addition), (1, everything)):
@@ -295,6 +296,7 @@ class Batches:
 
     def __init__(self, tapped: Any = None) -> None:
         self.link = SingleRank()
+        self.batched = False
         self.tapped = tapped
         self.bookkeeping = Bookkeeping(self)
         self.worked_out = 0

@@ -117,6 +117,9 @@ def edited(module: Any, output: Any) -> Any:
     pair = not isinstance(output, torch.Tensor)
     first = output[0] if pair else output
     residual = output[1] if pair and module.nnsight_returns_parts else None
+    batched = module.nnsight_batched and first.dim() > 2  # `[1, tokens, hidden]`, by the Transformers backend
+    if batched:
+        first, residual = first[0], None if residual is None else residual[0]
     count = first.shape[0]
     rows = module.nnsight_rows[:count]
     for call in module.nnsight_calls:
@@ -130,6 +133,8 @@ def edited(module: Any, output: Any) -> Any:
         if residual is not None:
             new = first + (new - hidden)
         first = torch.where(getattr(module, call.chosen)[rows], new, first)
+    if batched:
+        first = first[None]
     return (first, *output[1:]) if pair else first
 
 

@@ -156,7 +156,7 @@ class Bookkeeping:
             runner.tapped.rows.fill(entries)
         # Without taps, values are only read: rows of several steps are joined, and rows that are computed again are left out.
         patient = runner.tapped is not None and not runner.tapped.locations
-        parts = _parts(self.runs, found, total, len(names), patient) if self.runs else []
+        parts = _parts(self.runs, found, total, len(names), patient, runner.batched) if self.runs else []
         for part in parts:
             part.run.settle(part.tokens.size == 1 and part.ends)
         step: EngineStep | None = runner.link.step(runner, parts)
@@ -169,14 +169,16 @@ class Bookkeeping:
         return step
 
 
-def _parts(runs: Mapping[str, RequestRun], spans: list[Span], total: int, requests: int, patient: bool) -> list[Part]:
+def _parts(
+    runs: Mapping[str, RequestRun], spans: list[Span], total: int, requests: int, patient: bool, batched: bool = False
+) -> list[Part]:
     """Return the parts of the requests with ``runs`` in a step of ``requests`` requests and ``total`` rows, including padding.
 
     With ``patient``, a prompt may be split over several steps, and rows may be computed again. Otherwise both are errors of runs whose
-    blocks need values of the model.
+    blocks need values of the model. For ``batched`` see :class:`.RequestRows`.
     """
     parts: list[Part] = []
-    one_each = total == requests
+    one_each = total == requests and not batched  # values with one row per request are never batched
     for request, row, start, size, done, ends in spans:
         run = runs.get(request)
         if run is None or run.error is not None:
@@ -189,9 +191,9 @@ def _parts(runs: Mapping[str, RequestRun], spans: list[Span], total: int, reques
         else:
             run.steps += ends
             run.position = done
-            rows = RequestRows(start, size, total)
+            rows = RequestRows(start, size, total, batched)
             if patient and seen > done:
-                rows = RequestRows(start + seen - done, max(behind - seen, 0), total)
+                rows = RequestRows(start + seen - done, max(behind - seen, 0), total, batched)
             if behind > seen:
                 run.seen = behind
             parts.append(Part(run, rows, rows if one_each else RequestRows(row, 1, requests), ends))

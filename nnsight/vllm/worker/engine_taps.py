@@ -37,7 +37,7 @@ from .steps import EngineStep
 HANDOFF = "nnsight::handoff"
 
 #: Part of the key of the compile cache. Increment it whenever the code that is put into a graph changes.
-_FORMAT = 8
+_FORMAT = 9
 
 
 def _handoff(leaves: list[torch.Tensor], form: str, location: str) -> None:
@@ -132,11 +132,14 @@ def tapped_modules(model: torch.nn.Module, taps: Iterable[str]) -> dict[str, tor
     return found
 
 
-def tap(model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int, dtype: torch.dtype) -> Tapped:
+def tap(
+    model: torch.nn.Module, layout: Layout, rows: torch.Tensor, hidden: int, dtype: torch.dtype, batched: bool = False
+) -> Tapped:
     """Put the parts of ``layout`` into ``model``, which has not run yet. Its hidden state has ``hidden`` channels of ``dtype``.
 
     ``rows`` has the slot of each row, which every layer with tables reads: zeros, int64, with as many rows as the longest step has.
     """
+    For ``batched`` see :class:`.RequestRows`.
     named: dict[str, str] = {}
     for operation, places in (("capture", layout.captures), ("handoff", layout.taps)):  # a tap takes precedence, because it allows edits
         for side in ("input", "output"):
@@ -259,6 +262,8 @@ def _form_of(value: Any, leaves: list[torch.Tensor]) -> str:
     """
     if isinstance(value, torch.Tensor):
         leaves.append(value)
+        if module.nnsight_batched:
+            leaves = [_without_batch(leaf) for leaf in leaves]
         return str(len(leaves) - 1)
     if type(value) is tuple:
         return "(" + "".join([_form_of(item, leaves) + ", " for item in value]) + ")"
@@ -266,6 +271,12 @@ def _form_of(value: Any, leaves: list[torch.Tensor]) -> str:
         return "[" + "".join([_form_of(item, leaves) + ", " for item in value]) + "]"
     if type(value) is dict:
         return "{" + "".join([repr(key) + ": " + _form_of(item, leaves) + ", " for key, item in value.items()]) + "}"
+def _without_batch(leaf: torch.Tensor) -> torch.Tensor:
+    """Return a tensor ``[1, tokens, ...]`` of the Transformers backend without its batch, in which buffers of captures have no room. A
+    floating-point tensor with two dimensions has no batch: vLLM's own modules get and return it."""
+    return leaf[0] if leaf.dim() > 2 or (leaf.dim() == 2 and not leaf.is_floating_point()) else leaf
+
+
     return "None" if value is None else "..."
 
 

@@ -36,6 +36,7 @@ def install_hooks(runner: Any, v2: bool) -> None:
     base = type(runner)
     runner.__class__ = type(base.__name__, (_V2 if v2 else _V1, base), {})
     runner.tree = runner.step = runner.tapped = None
+    runner.batched = False
     runner.link = SingleRank()
     runner.bookkeeping = Bookkeeping(runner)
 

@@ -5,6 +5,9 @@ per request, ``[requests, vocabulary]``. A block gets its rows as a copy, for tw
 (fused norms do), so a saved view would change later. And the engine runs in inference mode, and inference tensors cannot be used in
 autograd later. When the block moves on, its in-place edits are written to the rows of the engine's tensor. Its replacements go into a new
 tensor, so that aliases of the old tensor in the model do not change.
+
+Models that vLLM runs with its Transformers backend are models of transformers. Their values have a batch of one sequence, with the tokens
+of all requests, ``[1, tokens, hidden]``. Blocks get their rows of it without the batch, as from other models.
 """
 
 from __future__ import annotations
@@ -21,19 +24,40 @@ from ...runtime.replacing import Replacements
 
 
 class RequestRows(NamedTuple):
-    """The rows of one request in a batch: first row, number of rows, and number of all rows of the batch, including padding."""
+    """The rows of one request in a batch: first row, number of rows, and number of all rows of the batch, including padding.
+
+    ``batched`` says that values have the form of the Transformers backend, ``[1, tokens, ...]``, or inside of attention
+    ``[1, heads, tokens, ...]``.
+    """
 
     start: int
     size: int
     total: int
+    batched: bool = False
 
-    def has(self, leaf: Any) -> bool:
-        """Whether ``leaf`` is a tensor whose first dimension has the rows of this batch."""
-        return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == self.total
+    def flat(self, leaf: Any) -> torch.Tensor | None:
+        """Return a view of ``leaf`` with the rows of this batch as first dimension, or ``None`` if it is no tensor with these rows.
+
+        Raises:
+            ValueError: If two dimensions may be the rows, and the choice matters.
+        """
+        if not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            return None
+        if self.batched and leaf.dim() > 1 and leaf.shape[0] == 1:
+            found = [axis for axis in (1, 2)[: max(leaf.dim() - 2, 1)] if leaf.shape[axis] == self.total]
+            if len(found) == 2 and self.size < self.total:
+                raise ValueError(
+                    f"This value, {list(leaf.shape)}, has as many heads as the step has tokens of all requests, so the rows of this "
+                    "request cannot be told. Read the output of a module, such as `q_proj`."
+                )
+            if found:
+                return leaf[0].transpose(0, found[0] - 1)
+        return leaf if leaf.shape[0] == self.total else None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the rows of ``tensor``, as a view."""
-        return tensor[self.start : self.start + self.size]
+        """Return the rows of ``tensor``, as a view, or ``tensor`` itself if it has no rows of this batch."""
+        flat = self.flat(tensor)
+        return tensor if flat is None else flat[self.start : self.start + self.size]
 
 
 @contextmanager
@@ -58,24 +82,19 @@ class RowView:
         self._rows, self._location, self._whole = rows, location, whole
         if isinstance(whole, torch.Tensor) and not earlier:  # fast path for the usual case
             self._leaves, self._structure = [whole], _ONE
-            self.value = self._copy(whole)
+            self.value = rows.of(whole).clone()
             self._given, self._versions = [self.value], [self.value._version]
             return
         self._leaves, self._structure = pytree.tree_flatten(whole)
-        self._given = [self._copy(leaf) for leaf in self._leaves]
+        self._given = [rows.of(leaf).clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
         if earlier:
             parts = zip(*map(pytree.tree_leaves, earlier), self._given, strict=True)
             self._given = [
-                torch.cat(pieces) if rows.has(leaf) else pieces[-1] for leaf, pieces in zip(self._leaves, parts, strict=True)
+                pieces[-1] if rows.flat(leaf) is None else torch.cat(pieces) for leaf, pieces in zip(self._leaves, parts, strict=True)
             ]
         # The version of a new copy of an engine's tensor need not be 0.
         self._versions = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in self._given]
         self.value = pytree.tree_unflatten(self._given, self._structure)
-
-    def _copy(self, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        return (self._rows.of(leaf) if self._rows.has(leaf) else leaf).clone()
 
     def _edited(self, index: int) -> bool:
         """Whether the block edited leaf ``index`` in place."""
@@ -103,7 +122,7 @@ class RowView:
             edited = self._edited(index)
             if not edited and new is given:
                 continue
-            if not self._rows.has(leaf):
+            if self._rows.flat(leaf) is None:
                 raise ReplacementShapeError(
                     f"The value at `{self._location}` that the block changed has no rows of its own: other requests of the "
                     "same step use it, too."

@@ -240,7 +240,11 @@ class RequestRun(Interleaver):
             self.counts[location] = self.counts.get(location, 0) + 1
             return value
         self.visited[location] = None
-        view = RowView(rows, location, value, self.kept.get(location, ()))
+        try:
+            view = RowView(rows, location, value, self.kept.get(location, ()))
+        except ValueError as error:
+            self.fail(error)
+            return value
         copied = None if self.stepping is None else self.stepping.count_stop(view.value)
         left = self._guarded(self.handle, location, view.value, otherwise=view)
         if left is view:

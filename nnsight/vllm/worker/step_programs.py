@@ -95,16 +95,26 @@ class _Group:
         rows = self._fill(first.device) if self._rows is None else self._rows
         if not len(rows):
             return value
-        mine = first[rows]
-        beside = None if residual is None else residual[rows]
+        flat = self._flat(first, location, sampling)
+        mine = flat[rows]
+        beside = None if residual is None else self._flat(residual, location, sampling)[rows]
         hidden = mine if beside is None else mine + beside
         (new,) = self._run_part(location, [hidden])
-        first[rows] = new if beside is None else mine + (new - hidden)
+        flat[rows] = new if beside is None else mine + (new - hidden)
         return (first, *value[1:]) if pair else first
 
     def _run_part(self, location: str, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run the part at ``location`` on ``leaves``, tensors with the rows of this group, and keep the values that later parts need."""
         part = self.program.parts[location]
+    def _flat(self, leaf: torch.Tensor, location: str, sampling: bool) -> torch.Tensor:
+        """Return a view of ``leaf`` with the rows of the step as first dimension."""
+        part = self.members[0][0]
+        rows = part.request if sampling else part.tokens
+        flat = rows.flat(leaf)
+        if flat is None:
+            raise ValueError(f"`{location}` has a tensor without the {rows.total} rows of the step.")
+        return flat
+
         found = part(*leaves, *(self._parameters[name] for name in part.parameters), *(self._kept[name] for name in part.takes))
         self._kept |= dict(zip(part.gives or (), found[len(leaves) :], strict=True))
         return list(found[: len(leaves)])
@@ -128,18 +138,14 @@ class _BlockGroup(_Group):
             starts = [[part.tokens.start, part.request.start] for part, _ in self.members]
             self._rows_by_kind = [_indices(numbers, device) for numbers in zip(*starts, strict=True)]
         rows = self._rows_by_kind[sampling]
-        first = self.members[0][0]
-        total = (first.request if sampling else first.tokens).total
-        if any(len(leaves[place]) != total for place in places):
-            raise ValueError(f"`{location}` has a tensor whose first dimension is not the {total} rows of the step.")
-        new = self._run_part(location, [leaves[place][rows].clone() for place in places])
+        new = self._run_part(location, [self._flat(leaves[place], location, sampling)[rows].clone() for place in places])
         for number in recorded.edited.get(location, ()):
             leaf = leaves[places[number]]
             with torch.inference_mode(leaf.is_inference()):
-                leaf[rows] = new[number]
+                self._flat(leaf, location, sampling)[rows] = new[number]
         for number in recorded.replaced.get(location, ()):
             leaf = leaves[places[number]] = leaves[places[number]].clone()
-            leaf[rows] = new[number]
+            self._flat(leaf, location, sampling)[rows] = new[number]
         if location == recorded.last:
             for row, (_, use) in enumerate(self.members):
                 if use.steps is not None:

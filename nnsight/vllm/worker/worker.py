@@ -62,11 +62,11 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
-        layout = self._layout()
+        layout, runner, config = self._layout(), self.model_runner, self.vllm_config.model_config
+        runner.batched = config.using_transformers_backend()
         if layout.modules and (self.always_tapped or layout.programs or self.vllm_config.compilation_config.mode != CompilationMode.NONE):
-            runner, config = self.model_runner, self.vllm_config.model_config
             rows = torch.zeros(runner.max_num_tokens, dtype=torch.int64, device=self.device)
-            runner.tapped = tap(runner.get_model(), layout, rows, config.get_hidden_size(), config.dtype)
+            runner.tapped = tap(runner.get_model(), layout, rows, config.get_hidden_size(), config.dtype, runner.batched)
 
     def _layout(self) -> Layout:
         return Layout.described(self.vllm_config.additional_config.get("nnsight", {}))

@@ -25,6 +25,7 @@ from .engine import VLLMEngine
 from .engine_values import engine_value
 from .request_tracing import RequestTracer
 from .steering.graph_programs import GraphProgram
+from .steering.pairs import form_of
 from .steering.tables import steering_of
 from .worker.engine_taps import Layout, tapped_modules
 from .worker.requests import SAMPLES
@@ -291,10 +292,11 @@ class VLLM(MetaMixin):
         given = {"vector": vector, "remove": remove, "layers": layers, "start": start}
         choice = Choice.of(given if vector is None else {**given, "scale": scale})
         limits = run.limits
-        names = [envoy.path for envoy in Envoy.modules(self) if isinstance(envoy, LayerEnvoy)]
-        locations = limits.steered if limits.steered is not None else [f"{path}.output" for path in names]
+        modules = {f"{envoy.path}.output": envoy._module for envoy in Envoy.modules(self) if isinstance(envoy, LayerEnvoy)}
+        locations = limits.steered if limits.steered is not None else list(modules)
         rank = None if limits.steered is None else limits.rank
         for location, steering in steering_of(choice, self.vectors, places_of(locations), limits.hidden, rank).items():
+            form_of(modules.get(location), location)
             run.steer(location, steering)
 
     def scan(self, *args: Any, **kwargs: Any) -> Any:

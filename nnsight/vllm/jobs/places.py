@@ -25,6 +25,7 @@ from ...program.run.occurrences import leaf_at, places_of
 from ...runtime.interleaver import Everywhere, Interleaver
 from ...runtime.rows.fakes import quiet_fakes
 from ..steering.graph_parts import is_layer
+from ..steering.pairs import SUM, WHOLE, form_of
 from ..worker.calls import is_head, untapped_class
 from ..worker.requests import LOGITS, SAMPLES
 
@@ -201,7 +202,7 @@ def tensors_of(location: str, value: Any, module: Any) -> MainTensors:
     if side == "input":
         args, kwargs = value
         given = _signature(untapped_class(module)).bind(module, *args, **kwargs).arguments
-        residual = given.get("residual")
+        residual = None if is_layer(path) and form_of(module, location) == WHOLE else given.get("residual")
         first = given.get("hidden_states")
         if first is None:
             first = next(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
@@ -209,7 +210,8 @@ def tensors_of(location: str, value: Any, module: Any) -> MainTensors:
     if isinstance(value, torch.Tensor):
         return MainTensors(value)
     first, second = value[0], value[1] if len(value) > 1 else None
-    return MainTensors(first, second if is_layer(path) else None)
+    is_sum = second is not None and is_layer(path) and form_of(module, location) == SUM
+    return MainTensors(first, second if is_sum else None)
 
 
 @functools.cache

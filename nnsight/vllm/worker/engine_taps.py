@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from ...runtime.interleaver import active_interleaver
 from ..steering.graph_functions import EditFunction, registered
 from ..steering.graph_parts import add_part, edited, is_layer
 from ..steering.graph_programs import GraphProgram, module_of
+from ..steering.pairs import SUM, WHOLE, form_of
 from ..steering.tables import RowSlots, tables_part
 from .kept_values import KeptValues, define, parsed, value_of
 from .spread import columns_of
@@ -138,14 +139,15 @@ def tap(
     """Put the parts of ``layout`` into ``model``, which has not run yet. Its hidden state has ``hidden`` channels of ``dtype``.
 
     ``rows`` has the slot of each row, which every layer with tables reads: zeros, int64, with as many rows as the longest step has.
-    """
     For ``batched`` see :class:`.RequestRows`.
+    """
     named: dict[str, str] = {}
     for operation, places in (("capture", layout.captures), ("handoff", layout.taps)):  # a tap takes precedence, because it allows edits
         for side in ("input", "output"):
             for path in tapped_modules(model, at_side(places, side)):
                 named[f"model.{path}.{side}"] = operation
     steered = tapped_modules(model, layout.edits)
+    edited_paths = {*steered, *(path for digest in layout.programs for path in registered(digest).modules)}
     parts = [tables_part(layout.rank, hidden, dtype), *(registered(digest).part(dtype) for digest in layout.functions)]
     programs = [registered(digest) for digest in layout.programs]
     modules: dict[str, Any] = {**tapped_modules(model, layout.modules)}
@@ -154,7 +156,8 @@ def tap(
         module.nnsight_takes = named.get(f"model.{path}.input", "")
         module.nnsight_returns = named.get(f"model.{path}.output", "")
         module.nnsight_calls, module.nnsight_parts = [], []
-        module.nnsight_returns_parts = path in steered or is_layer(path)
+        module.nnsight_returns_parts = (path in steered or is_layer(path)) and not _is_whole(module, path, edited_paths)
+        module.nnsight_batched = batched
         module.register_buffer("nnsight_rows", rows, persistent=False)
         if "capture" in (module.nnsight_takes, module.nnsight_returns):
             module.register_buffer("nnsight_mark", torch.zeros(1, device=rows.device), persistent=False)
@@ -174,6 +177,11 @@ def tap(
     tables = {f"model.{path}.output": module for path, module in modules.items() if module.nnsight_steers}
     with_tables = [f"model.{path}.output" for path in steered]
     return Tapped(locations, captured, KeptValues(), RowSlots(rows), with_tables, tables, layout.rank)
+
+
+def _is_whole(module: Any, path: str, edited_paths: Collection[str]) -> bool:
+    """Whether a layer returns the whole hidden state in the first tensor. Raise ``ValueError`` if that has to be known, and is not."""
+    return path in edited_paths and form_of(module, f"model.{path}.output") == WHOLE
 
 
 def width_of(path: str, module: Any, hidden: int) -> int:
@@ -205,7 +213,9 @@ class StopPrograms:
         if known is None:
             modules, hidden = tapped_modules(self._runner.get_model(), program.modules), self._config.get_hidden_size()
             widths = {f"model.{path}.output": width_of(path, modules[path], hidden) for path in program.modules}
-            known = StopProgram(program.parts(widths, self._config.dtype, self._runner.device), program.digest)
+            known = StopProgram(
+                program.parts(widths, self._config.dtype, self._runner.device), program.digest, self._pairs_of(program.modules)
+            )
         self._programs[program.digest] = known
         if len(self._programs) > _MAX_PROGRAMS:
             del self._programs[next(iter(self._programs))]
@@ -218,8 +228,13 @@ class StopPrograms:
             dtype, device = self._config.dtype, self._runner.device
             part = self._functions[name].part(dtype) if name else tables_part(rank, self._config.get_hidden_size(), dtype)
             held = replace(part, constants=[constant.to(device) for constant in part.constants])
-            self._edits[key] = StopProgram({location: held})
+            self._edits[key] = StopProgram({location: held}, pairs=self._pairs_of([module_of(location)]))
         return self._edits[key]
+
+    def _pairs_of(self, paths: Iterable[str]) -> set[str]:
+        """Return the locations after the layers among ``paths`` whose hidden state is a sum. Raise ``ValueError`` if this is not known."""
+        modules = {f"model.{path}.output": self._runner.get_model().get_submodule(path) for path in paths if is_layer(path)}
+        return {location for location, module in modules.items() if form_of(module, location) == SUM}
 
 
 @functools.cache
@@ -247,11 +262,19 @@ def _handed_over(module: Any, value: Any, operation: str, side: str) -> Any:
     if not leaves:
         return value
     if operation == "capture":
+        if module.nnsight_batched:
+            leaves = [_without_batch(leaf) for leaf in leaves]
         torch.ops.nnsight.capture(leaves, module.nnsight_mark, form, module.nnsight_path + side)
         return value
     leaves = [leaf.clone() for leaf in leaves]
     torch.ops.nnsight.handoff(leaves, form, module.nnsight_path + side)
     return _with_leaves(value, list(leaves))
+
+
+def _without_batch(leaf: torch.Tensor) -> torch.Tensor:
+    """Return a tensor ``[1, tokens, ...]`` of the Transformers backend without its batch, in which buffers of captures have no room. A
+    floating-point tensor with two dimensions has no batch: vLLM's own modules get and return it."""
+    return leaf[0] if leaf.dim() > 2 or (leaf.dim() == 2 and not leaf.is_floating_point()) else leaf
 
 
 def _form_of(value: Any, leaves: list[torch.Tensor]) -> str:
@@ -262,8 +285,6 @@ def _form_of(value: Any, leaves: list[torch.Tensor]) -> str:
     """
     if isinstance(value, torch.Tensor):
         leaves.append(value)
-        if module.nnsight_batched:
-            leaves = [_without_batch(leaf) for leaf in leaves]
         return str(len(leaves) - 1)
     if type(value) is tuple:
         return "(" + "".join([_form_of(item, leaves) + ", " for item in value]) + ")"
@@ -271,12 +292,6 @@ def _form_of(value: Any, leaves: list[torch.Tensor]) -> str:
         return "[" + "".join([_form_of(item, leaves) + ", " for item in value]) + "]"
     if type(value) is dict:
         return "{" + "".join([repr(key) + ": " + _form_of(item, leaves) + ", " for key, item in value.items()]) + "}"
-def _without_batch(leaf: torch.Tensor) -> torch.Tensor:
-    """Return a tensor ``[1, tokens, ...]`` of the Transformers backend without its batch, in which buffers of captures have no room. A
-    floating-point tensor with two dimensions has no batch: vLLM's own modules get and return it."""
-    return leaf[0] if leaf.dim() > 2 or (leaf.dim() == 2 and not leaf.is_floating_point()) else leaf
-
-
     return "None" if value is None else "..."
 
 

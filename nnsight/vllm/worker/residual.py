@@ -5,6 +5,9 @@ inside its first norm. The hidden state of the model, as in transformers, is the
 blocks can read, edit in place and replace. ``.output`` is vLLM's pair.
 
 An edited sum goes back as ``(edited, zeros)``, so that the next addition gives exactly the edited sum.
+
+Other layers return the whole hidden state, and a second tensor that the next layer ignores; see :mod:`~nnsight.vllm.steering.pairs`. There
+``.residual`` is the first tensor.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from ...runtime.interleaver import active_interleaver
 from ...runtime.iteration import running_mediator
 from ...runtime.modules.eproperty import eproperty
 from ..steering.graph_parts import is_layer
+from ..steering.pairs import WHOLE, form_of
 from ..steering.tables import Steering
 from .calls import called
 from .requests import RequestRun
@@ -36,17 +40,21 @@ class _Residual(eproperty):
         if held is not None:
             return held
         value = mediator.request(location)
-        view = _sum_of(value, location)
+        first, residual = _parts_of(value, owner._module, location)
+        if residual is None:
+            return first
+        view = first + residual
         version = view._version
-        if view is not value:
-            back = lambda: _like(mediator._value, view) if view._version > version else mediator._value  # noqa: E731
-            mediator.on_leave(back, self.name, view)
+        back = lambda: _like(mediator._value, view, True) if view._version > version else mediator._value  # noqa: E731
+        mediator.on_leave(back, self.name, view)
         return view
 
     def __set__(self, owner: Any, value: Any) -> None:
         location = self.location(owner)
         mediator = self._mediator(owner, location)
-        mediator.swap(location, _like(mediator.request(location), value))
+        old = mediator.request(location)
+        _, residual = _parts_of(old, owner._module, location)
+        mediator.swap(location, _like(old, value, residual is not None))
 
 
 class ModuleEnvoy(Envoy):
@@ -106,6 +114,7 @@ class LayerEnvoy(ModuleEnvoy):
                 f"{{{use!r}: ...}}}}`."
             )
         chosen = {} if use is None else {use: functions[use].parameters(parameters)}
+        form_of(self._module, f"{self._path}.output")  # raises an error here, at the user's line
         run.steer(f"{self._path}.output", Steering.of(run.limits.hidden, add, scale, remove, start, chosen))
 
     def _named(self, value: Any, hidden: int) -> Any:
@@ -148,22 +157,21 @@ def places_of(locations: Iterable[str]) -> dict[int, str]:
     return places
 
 
-def _sum_of(value: Any, location: str) -> torch.Tensor:
-    """Return the hidden state in a layer's output."""
+def _parts_of(value: Any, module: Any, location: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the tensors in a layer's output whose sum is the hidden state. The second one is ``None`` if the first one is the whole."""
     if isinstance(value, torch.Tensor):
-        return value
+        return value, None
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
         hidden, residual = value
-        return hidden.clone() if residual is None else hidden + residual
+        return hidden, None if residual is None or form_of(module, location) == WHOLE else residual
     raise ValueError(
         f"`{location}` is not a hidden state or a pair `(hidden, residual)`, but a {type(value).__name__}, so this layer has no "
         "`.residual`. Use `.output`."
     )
 
 
-def _like(value: Any, hidden: Any) -> Any:
-    """Return ``hidden`` in the form of the layer output ``value``: as a tensor, or as a pair whose residual is zero."""
+def _like(value: Any, hidden: Any, is_sum: bool) -> Any:
+    """Return ``hidden`` in the form of the layer output ``value``. If that is a sum, its residual becomes zero."""
     if isinstance(value, torch.Tensor):
         return hidden
-    _, residual = value
-    return hidden, None if residual is None else torch.zeros_like(residual)
+    return hidden, torch.zeros_like(value[1]) if is_sum else value[1]

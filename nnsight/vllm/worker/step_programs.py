@@ -8,7 +8,7 @@ The step keeps the values that a part computes for later stops. No Python of a b
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..blocks.recording import StepProgram
 from ..blocks.stepping import Steps
-from ..steering.graph_parts import GraphPart, is_layer
-from ..steering.graph_programs import module_of
+from ..steering.graph_parts import GraphPart
 
 if TYPE_CHECKING:
     from .steps import Part
@@ -26,10 +25,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class StopProgram:
-    """A program, or an edit at one location, with its parts by location. A program has a ``digest``."""
+    """A program, or an edit at one location, with its parts by location. A program has a ``digest``.
+
+    ``pairs`` are the locations at which the hidden state is the sum of two tensors; see :mod:`~nnsight.vllm.steering.pairs`.
+    """
 
     parts: Mapping[str, GraphPart]
     digest: str = ""
+    pairs: Collection[str] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +43,7 @@ class BlockProgram(StopProgram):
 
     @classmethod
     def of(cls, recorded: StepProgram) -> BlockProgram:
-        return cls(recorded.parts, "", recorded)
+        return cls(recorded.parts, recorded=recorded)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +94,7 @@ class _Group:
         """Return ``value`` with the new hidden states in the rows of the group. With ``sampling``, ``value`` has one row per request."""
         pair = not isinstance(value, torch.Tensor)
         first = (value[0] if pair else value).clone()
-        residual = value[1] if pair and is_layer(module_of(location)) else None
+        residual = value[1] if pair and location in self.program.pairs else None
         rows = self._fill(first.device) if self._rows is None else self._rows
         if not len(rows):
             return value
@@ -103,9 +106,6 @@ class _Group:
         flat[rows] = new if beside is None else mine + (new - hidden)
         return (first, *value[1:]) if pair else first
 
-    def _run_part(self, location: str, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the part at ``location`` on ``leaves``, tensors with the rows of this group, and keep the values that later parts need."""
-        part = self.program.parts[location]
     def _flat(self, leaf: torch.Tensor, location: str, sampling: bool) -> torch.Tensor:
         """Return a view of ``leaf`` with the rows of the step as first dimension."""
         part = self.members[0][0]
@@ -115,6 +115,9 @@ class _Group:
             raise ValueError(f"`{location}` has a tensor without the {rows.total} rows of the step.")
         return flat
 
+    def _run_part(self, location: str, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the part at ``location`` on ``leaves``, tensors with the rows of this group, and keep the values that later parts need."""
+        part = self.program.parts[location]
         found = part(*leaves, *(self._parameters[name] for name in part.parameters), *(self._kept[name] for name in part.takes))
         self._kept |= dict(zip(part.gives or (), found[len(leaves) :], strict=True))
         return list(found[: len(leaves)])

@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from ..steering.graph_functions import register
 from ..steering.graph_parts import write
 from ..steering.graph_programs import GraphProgram
+from ..steering.pairs import find_forms
 from .engine_taps import Layout, tap
 from .hooks import install_hooks
 from .runner import check
@@ -26,6 +27,9 @@ if current_platform.is_cpu():
 else:
     from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
+
+#: Tokens of the run that shows how layers return the hidden state.
+_FEW_TOKENS = 8
 
 #: Parameters of edits: by location, by name of the part of the graph, by name of the parameter.
 Asked = Mapping[str, Mapping[str, Mapping[str, torch.Tensor]]]
@@ -64,6 +68,10 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         super().load_model(*args, **kwargs)
         layout, runner, config = self._layout(), self.model_runner, self.vllm_config.model_config
         runner.batched = config.using_transformers_backend()
+        if not runner.batched:  # layers of transformers return no pairs
+            few = min(_FEW_TOKENS, runner.max_num_tokens)
+            v2 = {"skip_attn": True} if self.vllm_config.use_v2_model_runner else {}
+            find_forms(runner.get_model(), lambda: runner._dummy_run(few, is_profile=True, **v2))
         if layout.modules and (self.always_tapped or layout.programs or self.vllm_config.compilation_config.mode != CompilationMode.NONE):
             rows = torch.zeros(runner.max_num_tokens, dtype=torch.int64, device=self.device)
             runner.tapped = tap(runner.get_model(), layout, rows, config.get_hidden_size(), config.dtype, runner.batched)

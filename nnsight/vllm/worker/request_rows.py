@@ -67,6 +67,17 @@ def ordinary() -> Iterator[None]:
         yield
 
 
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one shape have the same values. NaN is equal to NaN.
+
+    In-place edits through ``x.data``, ``x.numpy()`` or DLPack do not change the version of a tensor, so only its values show them. On a
+    GPU the comparison waits for the device.
+    """
+    if one.dtype.itemsize == 1:  # torch compares no 8-bit floating-point numbers
+        one, other = one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)
+    return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
 #: The structure of a value that is one tensor.
 _ONE = pytree.tree_structure(0)
 
@@ -79,14 +90,16 @@ class RowView:
     """
 
     def __init__(self, rows: RequestRows, location: str, whole: Any, earlier: Sequence[Any] = ()) -> None:
-        self._rows, self._location, self._whole = rows, location, whole
+        self._rows, self._location, self._whole, self._earlier = rows, location, whole, earlier
         if isinstance(whole, torch.Tensor) and not earlier:  # fast path for the usual case
             self._leaves, self._structure = [whole], _ONE
-            self.value = rows.of(whole).clone()
+            self._mine: list[Any] = [rows.of(whole)]
+            self.value = self._mine[0].clone()
             self._given, self._versions = [self.value], [self.value._version]
             return
         self._leaves, self._structure = pytree.tree_flatten(whole)
-        self._given = [rows.of(leaf).clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        self._mine = [rows.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in self._leaves]
+        self._given = [leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self._mine]
         if earlier:
             parts = zip(*map(pytree.tree_leaves, earlier), self._given, strict=True)
             self._given = [
@@ -99,7 +112,14 @@ class RowView:
     def _edited(self, index: int) -> bool:
         """Whether the block edited leaf ``index`` in place."""
         leaf = self._given[index]
-        return isinstance(leaf, torch.Tensor) and leaf._version > self._versions[index]
+        if not isinstance(leaf, torch.Tensor):
+            return False
+        if leaf._version > self._versions[index]:
+            return True
+        before = self._mine[index]
+        if self._earlier and before is not self._leaves[index]:
+            before = torch.cat([*(pytree.tree_leaves(value)[index] for value in self._earlier), before])
+        return not is_same(leaf, before)
 
     def is_changed(self, left: Any) -> bool:
         """Whether the block edited or replaced something. ``left`` is the value that the block left."""

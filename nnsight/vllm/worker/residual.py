@@ -25,6 +25,7 @@ from ..steering.graph_parts import is_layer
 from ..steering.pairs import WHOLE, form_of
 from ..steering.tables import Steering
 from .calls import called
+from .request_rows import is_same
 from .requests import RequestRun
 
 
@@ -44,8 +45,15 @@ class _Residual(eproperty):
         if residual is None:
             return first
         view = first + residual
-        version = view._version
-        back = lambda: _like(mediator._value, view, True) if view._version > version else mediator._value  # noqa: E731
+        versions = view._version, first._version, residual._version
+
+        def is_edited() -> bool:
+            now = view._version, first._version, residual._version
+            if now != versions or type(view) is not torch.Tensor:  # no tensor of a recording, which has no values
+                return now[0] > versions[0]
+            return not is_same(view, first + residual)
+
+        back = lambda: _like(mediator._value, view, True) if is_edited() else mediator._value  # noqa: E731
         mediator.on_leave(back, self.name, view)
         return view
 

@@ -51,9 +51,12 @@ def find_forms(model: torch.nn.Module, run: Callable[[], Any]) -> None:
         with _uncompiled(model), watch.installed(), torch.no_grad():
             run()
     except Exception as error:
-        _log.warning("The model failed on a few tokens, so layers that return two tensors have no `.residual`: %r", error)
-        watch.pairs.update(layers)
-        watch.found.clear()
+        _log.warning(
+            "The model failed on a few tokens, so what its layers return could not be checked. Where they return two tensors, `.residual` "
+            "and steering take the hidden state to be the sum: %r",
+            error,
+        )
+        watch.pairs.clear()
     by_class = defaultdict(set)
     for path, form in watch.found.items():
         by_class[type(layers[path])].add(form)
@@ -177,10 +180,10 @@ def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
 @contextmanager
 def _same_experts() -> Iterator[None]:
     """Restore vLLM's number of the next layer with experts after this context, which calls a module once more."""
-    from vllm.forward_context import get_forward_context
-
     context: Any = None
     with suppress(Exception):  # there is none outside of an engine
+        from vllm.forward_context import get_forward_context
+
         context = get_forward_context()
     number = getattr(context, "moe_layer_index", None)
     try:

@@ -24,8 +24,9 @@ def record_skipped(call: Any, args: tuple[Any, ...], output: Any) -> None:
 
 def record_replaced(call: Any, before: Any, output: Any) -> None:
     """Record ``output`` in place of ``before``, the output of the module with the method ``call``."""
-    library = sys.modules.get("transformers.utils.output_capturing")
-    recorded = library._active_collector.get() if library is not None and _hooks(call) else None
+    if not _hooks(call):
+        return
+    recorded = sys.modules["transformers.utils.output_capturing"]._active_collector.get()
     if not recorded:
         return
     if isinstance(before, torch.Tensor) and isinstance(output, torch.Tensor):
@@ -48,8 +49,9 @@ def _module_of(call: Any) -> Any:
 
 
 def _hooks(call: Any) -> list[Callable[..., Any]]:
+    """Return the hooks of transformers that record the output of the module with the method ``call``."""
     module = _module_of(call)
     library = sys.modules.get("transformers.utils.output_capturing")
-    if library is None or not isinstance(module, torch.nn.Module):
+    if not isinstance(module, torch.nn.Module) or not module._forward_hooks or library is None:
         return []
     return [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", "") == library.__name__]

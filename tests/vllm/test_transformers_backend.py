@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaModel
 
 from nnsight import LanguageModel
 from nnsight.vllm import VLLM
@@ -61,6 +63,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "tapped": {"taps": ["model.layers.*"], "edits": ["model.layers.*"]},
     "captured": {"captures": ["model.layers.*", "model.embed_tokens.input"]},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _class_as_before() -> Iterator[None]:
+    """Undo what vLLM changes in the class of the model, which other tests use, too."""
+    bases, before = LlamaModel.__bases__, dict(vars(LlamaModel))
+    yield
+    LlamaModel.__bases__ = bases
+    for name in [*vars(LlamaModel)]:
+        if name not in before:
+            delattr(LlamaModel, name)
+        elif vars(LlamaModel)[name] is not before[name]:
+            setattr(LlamaModel, name, before[name])
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -96,10 +96,7 @@ def tapped_call(
 ) -> Any:
     """Make a call between two taps. Dynamo traces this function, so common values have a fast path."""
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        output = call(tap(input_location, [args[0]], _ONE_TENSOR)[0])
-        left = tapped(output_location, output)
-        record_replaced(call, output, left)
-        return left
+        return _tapped_output(output_location, call, call(tap(input_location, [args[0]], _ONE_TENSOR)[0]), ())
     plain = _structure_of_call("None," * len(args), list(kwargs), "None," * len(kwargs))
     new = _tap_simple(input_location, [*args, *kwargs.values()], plain)
     given: list[tuple[list[Any], Any, str]] = []
@@ -111,10 +108,14 @@ def tapped_call(
         new = _tap_parts(input_location, given, _structure_of_call(texts[0], list(kwargs), texts[1]))
     args = tuple(new[: len(args)])
     kwargs = dict(zip(kwargs, new[len(args) :]))  # noqa: B905 - dynamo is slower with `strict`
-    output = call(*args, **kwargs)
-    left = tapped(output_location, output, given)
-    record_replaced(call, output, left)
-    return left
+    return _tapped_output(output_location, call, call(*args, **kwargs), given)
+
+
+def _tapped_output(location: str, call: Callable[..., Any], output: Any, given: Sequence[Any]) -> Any:
+    """Return the output of a call with its tensors passed through a tap. It has no variables: dynamo would name nodes after them."""
+    if ".source." in location:  # an operation, which can be any callable
+        return tapped(location, output, given)
+    return record_replaced(call, output, tapped(location, output, given))
 
 
 #: The structure of the arguments of a call ``module(tensor)``, as :func:`describe` writes it.

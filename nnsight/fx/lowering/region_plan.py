@@ -237,6 +237,20 @@ class Plan:
             self._computed[memory_of(tensor)].append(node)
         self.values[node] = result
 
+    def has_backward(self) -> bool:
+        """Whether autograd can compute gradients of all results of the graph. It cannot if a call edits a tensor that it has kept."""
+        results = [value for node in self.module.graph.output_node().all_input_nodes for value in _tensors(self.values[node])]
+        results = [value for value in results if value.requires_grad]
+        inputs = [value for value in self.prepared.fakes if isinstance(value, torch.Tensor) and value.requires_grad]
+        if not results or not inputs:
+            return True
+        try:
+            with self.prepared.symbols.mode, enable_python_dispatcher():
+                torch.autograd.grad(results, inputs, [torch.ones_like(value) for value in results], allow_unused=True)
+        except Exception:
+            return False
+        return True
+
     # -- the places of cuts --------------------------------------------------------------------------------------------
 
     def regions(self) -> list[Region]:

@@ -24,7 +24,7 @@ from ..block_events import BlockEvents, External, Input, ValueNumber
 from ..capturing.graph import CapturedGraph
 from ..counters import counters, stage
 from ..effects import Kind, Memory, edited, edits_of_inputs, kind_of, may_fail, requires_grad, writes_to_inputs
-from ..splicing.passes import Pass, copy_edited_values, copy_for_backward, make_cuttable
+from ..splicing.passes import Pass, copy_edited_values, copy_for_backward, make_cuttable, replace_unseen_edits
 from ..splicing.pieces import Piece, Result
 from ..splicing.splice import splice
 from . import background
@@ -254,7 +254,9 @@ class Variant:
         """
         reason = _SHOWS_ALL
         try:
-            how = (run, make_cuttable, frozenset({float}))  # a float is the item of a tensor, and no border may separate the two
+            fixed = frozenset({float})  # a float is the item of a tensor, and no border may separate the two
+            is_possible = Plan(self._prepared(run, None, fixed)).has_backward()  # copies would hide an error of autograd
+            how = (run, make_cuttable if is_possible else replace_unseen_edits, fixed)
             tried = self._prepared(*how)
             if not mark_borders(tried.graph_module, run.placement.sharing, Plan(tried)):
                 return None

@@ -144,22 +144,21 @@ def edit_copies(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     that is used later cannot be computed again from the copy.
     """
     graph, copied = graph_module.graph, 0
-    order = {node: number for number, node in enumerate(graph.nodes)}
-    results = [order[node] for node in graph.output_node().all_input_nodes]
-    since = dict(order)  # for each base, the position from which on it has its memory
     unfollowed = _without_gradients(graph)
-    for node, number in order.items():
-        source = None if node in unfollowed else edited(node)
-        base = node if source is None else base_of(source)
-        if base is node or base.op in ("placeholder", "get_attr") or not any(since[base] <= result < number for result in results):
+    for node in [node for node in graph.nodes if node not in unfollowed and edited(node) is not None]:
+        source = edited(node)
+        assert source is not None
+        order = {other: number for number, other in enumerate(graph.nodes)}
+        base, number = base_of(source), order[node]
+        made_before = any(order[base] <= order[result] < number for result in graph.output_node().all_input_nodes)
+        if base.op in ("placeholder", "get_attr") or not made_before:
             continue
-        used = [other for other, place in order.items() if place < number and any(order.get(user, -1) >= number for user in other.users)]
+        used = [other for other, place in order.items() if place < number and any(order[user] >= number for user in other.users)]
         aliases = [other for other in used if base_of(other) is base]
         if any(_share(_example(other), _example(base)) for other in used if other not in aliases):
             continue
         with graph.inserting_before(node):
             again: dict[torch.fx.Node, torch.fx.Node] = {base: _cloned(graph, base, node)}
-            since[again[base]] = number
             for alias in aliases:
                 new = _again(graph, alias, again)
                 for user in [user for user in alias.users if order.get(user, -1) >= number]:

@@ -75,9 +75,7 @@ def intercepted(path: str, traced_call: TracedCall | None, owner: object = None)
             output = call(*args, **kwargs)
         if output_location in waited:
             left = run.offer(run, output_location, output)
-            if left is not output:
-                record_replaced(call, output, left)
-            return left
+            return left if left is output else record_replaced(call, output, left)
         counts[output_location] = counts.get(output_location, 0) + 1
         return output
 

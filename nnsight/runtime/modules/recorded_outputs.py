@@ -22,13 +22,13 @@ def record_skipped(call: Any, args: tuple[Any, ...], output: Any) -> None:
         hook(_module_of(call), args, output)
 
 
-def record_replaced(call: Any, before: Any, output: Any) -> None:
-    """Record ``output`` in place of ``before``, the output of the module with the method ``call``."""
+def record_replaced(call: Any, before: Any, output: Any) -> Any:
+    """Record ``output`` in place of ``before``, the output of the module with the method ``call``, and return it."""
     if not _hooks(call):
-        return
+        return output
     recorded = sys.modules["transformers.utils.output_capturing"]._active_collector.get()
     if not recorded:
-        return
+        return output
     if isinstance(before, torch.Tensor) and isinstance(output, torch.Tensor):
         old, new = [before], [output]
     else:
@@ -40,6 +40,7 @@ def record_replaced(call: Any, before: Any, output: Any) -> None:
             if values[-1] is one:
                 values[-1] = other
                 break
+    return output
 
 
 def _module_of(call: Any) -> Any:

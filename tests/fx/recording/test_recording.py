@@ -151,7 +151,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "boolean_algebra": lambda h: ((h > 0) & ~(h > 0.5) | (h < -0.5)).float() * h,
     "compare_chain": lambda h: (h >= VECTOR).to(h.dtype) + (h == h).float() + (h != 0).int(),
     "numpy_scalar": lambda h: h * np.float32(1.5) + np.float64(0.25),
-    "range": lambda h: h[range(2), [1, 0]],
+    "range": lambda h: h[range(len(h))] * h[list(range(len(h)))],
     "numpy_external": lambda h: h + torch.from_numpy(np.arange(6, dtype=np.float32)),
     "dtype_round_trip": lambda h: h.double().to(torch.bfloat16).float() + h.half().to(h),
     "zero_dim_scalar": lambda h: h * (h.bfloat16().mean() * 0.1).float(),

@@ -313,15 +313,17 @@ def test_edits_are_made_on_copies_before_which_a_graph_can_be_cut() -> None:
     result = builder.relu(hidden)
     first, half = builder.call(operator.getitem, heads, (slice(None), 0)), builder.call(operator.getitem, result, (slice(None), slice(2)))
     builder.call(operator.iadd, first, half)
+    product = builder.call(torch.mul, heads, 3)
+    builder.call(operator.setitem, hidden, (slice(None), 1), builder.sum(product, (1, 2)))
     builder.call(torch._C._set_grad_enabled, False)
     builder.mul_(hidden, 3)
     builder.call(torch._C._set_grad_enabled, True)
-    builder.graph.output(([result, builder.sum(heads), hidden],))
+    builder.graph.output(([result, product, builder.sum(heads), hidden, first],))
     module = torch.fx.GraphModule(torch.nn.Module(), builder.graph)
     x = torch.randn(2, 4, requires_grad=True)
     (expected,) = copy.deepcopy(module)(x)
     (found,) = make_cuttable(module)(x)
-    assert [node.target for node in module.graph.nodes].count("clone") == 1
+    assert [node.target for node in module.graph.nodes].count("clone") == 2
     torch.testing.assert_close(found, expected)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(*(torch.autograd.grad(value.sum(), x, retain_graph=True) for value in (one, other)))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaModel
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from nnsight import LanguageModel
 from nnsight.vllm import VLLM
@@ -65,33 +65,35 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _class_as_before() -> Iterator[None]:
-    """Undo what vLLM changes in the class of the model, which other tests use, too."""
-    bases, before = LlamaModel.__bases__, dict(vars(LlamaModel))
-    yield
-    LlamaModel.__bases__ = bases
-    for name in [*vars(LlamaModel)]:
-        if name not in before:
-            delattr(LlamaModel, name)
-        elif vars(LlamaModel)[name] is not before[name]:
-            setattr(LlamaModel, name, before[name])
+@pytest.fixture(scope="module")
+def qwen(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Qwen2, because vLLM changes the class of such a model, and other tests use that of the Llama."""
+    made = tmp_path_factory.mktemp("qwen2")
+    for file in folder.glob("*token*"):
+        shutil.copy(file, made)
+    sizes = {"vocab_size": 512, "hidden_size": HIDDEN, "intermediate_size": 256, "max_position_embeddings": 512}
+    heads = {"num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = Qwen2Config(**sizes, **heads, initializer_range=0.15, bos_token_id=0, eos_token_id=1, tie_word_embeddings=False)
+    Qwen2ForCausalLM(config).float().save_pretrained(made)
+    return made
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def backend(folder: Path, request: pytest.FixtureRequest) -> VLLM:
-    return VLLM(folder, **OPTIONS, model_impl="transformers", **KINDS[request.param], dispatch=True)
+def backend(qwen: Path, request: pytest.FixtureRequest) -> VLLM:
+    return VLLM(qwen, **OPTIONS, model_impl="transformers", **KINDS[request.param], dispatch=True)
 
 
 editable = pytest.mark.parametrize("backend", ["everywhere", "tapped"], indirect=True)
 
 
-@pytest.fixture
-def known(reference: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> LanguageModel:
-    """The reference. vLLM adds `do_not_compile` to models of its class, and reads it in their calls."""
-    for module in reference._module.modules():
-        monkeypatch.setattr(module, "do_not_compile", True, raising=False)
-    return reference
+@pytest.fixture(scope="module")
+def known(qwen: Path) -> LanguageModel:
+    """The same in transformers. vLLM adds `do_not_compile` to models of its class, and reads it in their calls."""
+    model = LanguageModel(qwen, dtype="float32", dispatch=True)
+    for module in model._module.modules():
+        module.do_not_compile = True  # type: ignore[assignment]
+    return model
 
 
 @pytest.mark.vllm

@@ -80,7 +80,7 @@ def qwen(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def backend(qwen: Path, request: pytest.FixtureRequest) -> VLLM:
+def backend(qwen: Path, known: LanguageModel, request: pytest.FixtureRequest) -> VLLM:
     return VLLM(qwen, **OPTIONS, model_impl="transformers", **KINDS[request.param], dispatch=True)
 
 
@@ -89,7 +89,7 @@ editable = pytest.mark.parametrize("backend", ["everywhere", "tapped"], indirect
 
 @pytest.fixture(scope="module")
 def known(qwen: Path) -> LanguageModel:
-    """The same in transformers. vLLM adds `do_not_compile` to models of its class, and reads it in their calls."""
+    """The same in transformers, loaded before vLLM changes its class: `do_not_compile` is then read in its calls."""
     model = LanguageModel(qwen, dtype="float32", dispatch=True)
     for module in model._module.modules():
         module.do_not_compile = True  # type: ignore[assignment]

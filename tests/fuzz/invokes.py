@@ -114,7 +114,7 @@ def observe(run: Callable[..., Any], model: Any, **options: Any) -> tuple[Any, s
     try:
         kept, held, log = run(model, **options)
     except Exception as error:
-        return None, type(error).__name__.removeprefix("NNsight")
+        return None, type(error).__name__
     kept = {name: value.detach() for name, value in kept.items()}
     return (kept, [value.detach() for value in held], log), None
 

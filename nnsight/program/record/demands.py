@@ -133,8 +133,9 @@ class Cuts:
         if [value._version for value in values] != versions:
             raise NotExpressibleError(here(f"{shown(name)} edits a value in place, which {_EDITED}"))
         if any(leaf.is_floating_point() for leaf in made) and not all(map(self._is_detached, fakes)):
-            gradients, own = self._recorder.gradients, any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given)
-            lose = gradients.lose if own else gradients.lose_before
+            gradients = self._recorder.gradients
+            requires_grad = any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in given)
+            lose = gradients.lose if requires_grad else gradients.lose_before
             lose(f"{shown(name)} before was done with values, which autograd does not follow")
         if type(result).__module__ == "numpy" and hasattr(result, "setflags"):
             result.setflags(write=False)  # a write to the array would not reach the model

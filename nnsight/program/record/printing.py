@@ -96,7 +96,7 @@ class Prints:
 
     def give_up(self) -> None:
         """Show the lines that no run will show, with a placeholder for each value."""
-        sys.stdout.write("".join(_MARK.sub("<value>", line) for line in [*(f"{line}\n" for line in self._sent), self._line]))
+        print(_MARK.sub("<value>", "".join(f"{line}\n" for line in self._sent) + self._line), end="")
         self._line = ""
         self.catch_up()
 

@@ -243,7 +243,7 @@ class RequestRun(Interleaver):
         try:
             view = RowView(rows, location, value, self.kept.get(location, ()))
         except ValueError as error:
-            self.fail(error)
+            self.fail(ValueError(f"`{location}`: {error}"))
             return value
         copied = None if self.stepping is None else self.stepping.count_stop(view.value)
         left = self._guarded(self.handle, location, view.value, otherwise=view)

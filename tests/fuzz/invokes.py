@@ -51,7 +51,7 @@ STATEMENTS = (
 )
 
 #: A statement that needs a value: the graph is cut, a server sends the value, and ``program=True`` refuses the block.
-DEMAND = "if float(AT.mean()) > 0: log.append('NAME')"
+DEMAND = "if float(AT.detach().mean()) > 0: log.append('NAME')"
 
 
 class Held:

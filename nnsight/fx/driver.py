@@ -153,7 +153,7 @@ class CompiledDriver:
     @contextlib.contextmanager
     def _surrounded(self, run: object) -> Iterator[None]:
         """Wrap a call of the model. If blocks wait for values and no captured graph was the whole call, report this as a break."""
-        waits = isinstance(run, Interleaver) and bool(run.waited)
+        waits = isinstance(run, Interleaver) and run.begin_call()
         self._captures.note_start()
         yield
         report = _report.get()

@@ -136,7 +136,7 @@ class _TracedMediator(compat.Mediator):
             self._set_grad_enabled(bool(self._mode_contexts.grad))
         with self._own_frames():
             super()._turn(switch, *arguments)
-        if self._mode_contexts.grad != before:
+        if self._mode_contexts.grad_now != before:
             self._set_grad_enabled(before)
 
     def leave_loop(self) -> None:

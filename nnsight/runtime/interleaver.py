@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
+from torch import is_grad_enabled
+
 from .errors import EarlyStopException, OutOfOrderError, never_reached_message, uncounted_message
 from .rows.batching import join_rows
 
@@ -94,6 +96,7 @@ class Interleaver:
         self.tree: Any = None  # the module tree of the model, if all locations of the run are locations of one model
         self.interceptions: list[object] = []  # identities of the interceptions of calls that drivers of this run have installed
         self.recorder: Any = None  # records the blocks as data, if they run elsewhere; see `nnsight.program.record.recorder`
+        self.grad: bool | None = None  # the grad mode in which the model was called; `None` before
         self.stopped = False  # whether a block has called `tracer.stop()`
         self.failure: BaseException | None = None  # an error of a block or its value, kept in case the model's own code catches it
         #: Functions that see values as they leave a location, each with the mediator whose rows it sees.
@@ -144,6 +147,12 @@ class Interleaver:
     def interleaving(self) -> bool:
         """Whether this run is active."""
         return self._token is not None
+
+    def begin_call(self) -> bool:
+        """Note the grad mode in which the model is called first; return whether blocks wait for its values."""
+        if self.grad is None:
+            self.grad = is_grad_enabled()
+        return bool(self.waited)
 
     def handle(self, location: str, value: Any, iterate: bool = True) -> Any:
         """Offer ``value`` to the mediators that wait at ``location``, and return the value with which the model continues.

@@ -78,6 +78,7 @@ class Mediator:
         self.requests = 0  # number of its requests so far
         self.visited: tuple[str, int] | None = None  # location and occurrence of the latest visit
         self._mode_contexts = ModeContexts()
+        self._began_with_grad = False  # whether gradients were enabled when the block began
         self._greenlet: greenlet | None = None
         self._error: BaseException | None = None
         self.disregarded: str | None = None  # a location whose occurrences begin no step
@@ -96,6 +97,7 @@ class Mediator:
         self.disregarded = getattr(interleaver.tracer, "surplus", None)
         worker = self._greenlet = borrow()
         worker.gr_context = contextvars.copy_context()
+        self._began_with_grad = is_grad_enabled()
         self._turn(worker.switch, self._main)
 
     def waits_at(self, location: str, occurrence: int) -> bool:
@@ -141,7 +143,7 @@ class Mediator:
         """Resume the block at ``location``. Inside an activation checkpoint, autograd keeps the tensors of the block nevertheless."""
         assert self._greenlet is not None
         inside = _top_saved_tensors_default_hooks(True) is not None and checkpoint_hooks() is not None
-        if not inside and not (self._mode_contexts.grad and not is_grad_enabled() and in_reentrant_checkpoint()):
+        if not inside and not (self._began_with_grad and not is_grad_enabled() and in_reentrant_checkpoint()):
             self._turn(self._greenlet.switch)
             return
         visit = CheckpointVisit(location, self._value, user_position_of(self._greenlet.gr_frame))
@@ -219,7 +221,7 @@ class Mediator:
         assert worker is not None
         if worker.parent is not here:  # another block called the model
             worker.parent = here
-        model = self._mode_contexts.begin()
+        model = self._mode_contexts.begin(self.interleaver)
         try:
             switch(*arguments)
         finally:

@@ -226,3 +226,76 @@ def test_a_function_mode_in_a_block_stays_in_the_graph() -> None:
             out = (model[1].output * torch.ones(4)).save()
         assert {"ones", "mul"} <= set(mode.seen) and out.shape == (2, 4)
     assert fx.counters.recordings == fx.counters.compiles == 0
+
+
+class Force(torch.nn.Module):
+    """Enables gradients for an inner derivative, or disables them for a frozen part, as models of energies and of images do."""
+
+    def __init__(self, enables: bool) -> None:
+        super().__init__()
+        self.first, self.energy, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)
+        self.enables = enables
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.set_grad_enabled(self.enables):
+            inner = self.first(x).detach().requires_grad_(self.enables)
+            energy = self.energy(inner).square().sum()
+            force = torch.autograd.grad(energy, inner)[0] if self.enables else energy * inner
+        return self.last(force)
+
+
+@pytest.mark.parametrize("enables", [True, False])
+@pytest.mark.parametrize("around", [True, False])
+@pytest.mark.parametrize("compile", [False, {"backend": "eager"}, {"backend": "aot_eager"}], ids=["eager", "captured", "aot_eager"])
+def test_a_block_has_gradients_where_the_model_enables_them(enables: bool, around: bool, compile: Any) -> None:
+    net, vector = Force(enables), torch.ones(4, requires_grad=True)
+    model = NNsight(net, compile=compile)
+    seen: list[tuple[bool, bool]] = []
+
+    def edit(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        seen.append((torch.is_grad_enabled(), (output * vector).requires_grad))
+        return output * vector * 3
+
+    with torch.set_grad_enabled(around):
+        hook = net.energy.register_forward_hook(edit)
+        expected = net(X)
+        hook.remove()
+        with model.trace(X):
+            scaled = model.energy.output * vector
+            mode = torch.is_grad_enabled()
+            flags = (mode, scaled.requires_grad).save()
+            model.energy.output = scaled * 3
+            out = model.output.save()
+        torch.testing.assert_close(out, expected)
+        expected_mode = enables or around  # that of the hook, but for a part of the model without gradients
+        assert flags == (expected_mode, expected_mode) and seen[0] == (enables, enables)
+        with model.trace(X):
+            model.energy.output[:] *= 3
+            out = model.output.save()
+        torch.testing.assert_close(out, expected)
+
+
+@both
+def test_a_block_has_the_grad_mode_in_which_a_function_calls_the_model(compile: bool) -> None:
+    """As in ``generate``, which calls the model under ``torch.no_grad()``."""
+
+    class Net(torch.nn.Sequential):
+        @torch.no_grad()
+        def twice(self, x: torch.Tensor) -> torch.Tensor:
+            return self(self(x))
+
+    net, vector = Net(Layer(False), Layer(False), Layer(False)), torch.ones(4, requires_grad=True)
+    model = NNsight(net, compile={"backend": "eager"})
+    kept: dict[str, torch.Tensor] = {}
+    with model.twice(X, compile=compile) as tracer:
+        kept["before"] = X * vector
+        kept["first"] = model[0].output * vector
+        model[1].output[:, ::2] += vector[:2]
+        with torch.enable_grad():
+            kept["inside"] = model[1].output * vector
+        kept["after"] = model[2].output * vector
+        for _ in tracer.iter[1:2]:
+            kept["second"] = model[0].output * vector
+    assert {key: value.requires_grad for key, value in kept.items()} == {
+        "before": True, "first": False, "inside": True, "after": False, "second": False,
+    }  # fmt: skip

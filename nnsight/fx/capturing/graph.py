@@ -63,9 +63,11 @@ class SwitchedModes:
         if self.grad is not None and self.grad != grad:
             graph.call_function(torch._C._set_grad_enabled, (self.grad,))
 
-    def autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """Enter the autocast of these modes on the current thread."""
+    def on_thread(self) -> contextlib.AbstractContextManager[Any]:
+        """Set the grad mode and the autocast of these modes on the current thread."""
         stack = contextlib.ExitStack()
+        if self.grad is not None:
+            stack.enter_context(torch.set_grad_enabled(self.grad))
         for node in self.entered:
             if node.target is autocast_mode._enter_autocast:
                 stack.enter_context(torch.autocast(*node.args))  # type: ignore[arg-type]

@@ -119,10 +119,10 @@ class Recording(PieceRunner):
         if self.journal is not None and not tap.is_single:
             self.journal.structures.append(tap.structure)
         switched = self.graph.switched.get(tap.node)
-        if switched is None or not switched.entered:
+        if switched is None:
             changed = self.run.handle(tap.location, value)
         else:
-            with switched.autocast():  # in the eager model, the block runs inside the model's autocast
+            with switched.on_thread():  # in the eager model, the block runs inside the model's autocast and grad mode
                 self.modes_at_tap = Modes.now()
                 changed = self.run.handle(tap.location, value)
             self.modes_at_tap = None

@@ -62,6 +62,8 @@ def intercepted(path: str, traced_call: TracedCall | None, owner: object = None)
         if owner is not None and run.interceptions and owner not in run.interceptions:
             return call(*args, **kwargs)
         counts, waited = run.counts, run.waited
+        if not counts:  # the outermost call
+            run.begin_call()
         if input_location in waited:
             args, kwargs = run.offer(run, input_location, (args, kwargs))
             skipped = run.take_skip(input_location) if run.skips else ()

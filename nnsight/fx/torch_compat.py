@@ -25,6 +25,7 @@ from torch._dynamo.source import AttrSource, ConstantSource, DictGetItemSource, 
 from torch._dynamo.types import ConvertFrameReturn
 from torch._dynamo.utils import counters as dynamo_counters
 from torch._dynamo.variables import FrozensetVariable, SetVariable
+from torch._dynamo.variables import nn_module as module_variables
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.constant import ConstantVariable

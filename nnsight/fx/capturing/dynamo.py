@@ -39,6 +39,8 @@ from ..torch_compat import (
     variables_of_wrapper,
 )
 
+from .traced_calls import ROOT_ARGUMENT, executing_calls
+
 _numbers = itertools.count()
 
 
@@ -100,6 +102,7 @@ def capturing() -> Iterator[None]:
         _tensors_compared.clear()
         stack.enter_context(following_instances())
         stack.enter_context(failing_on_fakes())
+        stack.enter_context(executing_calls())
         stack.enter_context(replaced(symbolic_convert, "compare_op_handlers", {**handlers, **watching}))
         for name in METHODS_ITERATING:
             ordered = functools.partialmethod(_in_order_of_python, getattr(SetVariable, name))
@@ -173,7 +176,7 @@ def _is_ours(source: str) -> bool:
 
     After a graph break, modules have frames of their own. There a guard on an intercepted call distinguishes modules of one class.
     """
-    installed = source.startswith("the_model") and f".{INTERCEPTED_METHOD}." in f"{source}."
+    installed = source.startswith(ROOT_ARGUMENT) and f".{INTERCEPTED_METHOD}." in f"{source}."
     return installed or source.startswith("G['__import_nnsight_dot_")
 
 

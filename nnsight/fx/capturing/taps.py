@@ -88,50 +88,41 @@ torch.compiler.allow_in_graph(tap)
 
 
 def tapped_call(
-    input_location: str,
-    output_location: str,
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    input_location: str, output_location: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Make a call between two taps. Dynamo traces this function, so common values have a fast path."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        return _tapped_output(output_location, call, call(tap(input_location, [args[0]], _ONE_TENSOR)[0]), ())
-    plain = _structure_of_call("None," * len(args), list(kwargs), "None," * len(kwargs))
-    new = _tap_simple(input_location, [*args, *kwargs.values()], plain)
-    given: list[tuple[list[Any], Any, str]] = []
-    if new is None:
-        parts = [_flattened(value) for value in args]
-        named = [_flattened(value) for value in kwargs.values()]
-        texts = "".join([part[2] for part in parts]), "".join([part[2] for part in named])
-        given = [*parts, *named]
-        new = _tap_parts(input_location, given, _structure_of_call(texts[0], list(kwargs), texts[1]))
+    """Make a call between two taps. Dynamo executes it in a shorter way, see :mod:`~nnsight.fx.capturing.traced_calls`."""
+    return tapped_call_of_any(input_location, output_location, call, args, kwargs)
+
+
+def tapped_call_of_any(
+    input_location: str, output_location: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Make a call between two taps, with arguments and an output of any kind."""
+    parts = [_flattened(value) for value in args]
+    named = [_flattened(value) for value in kwargs.values()]
+    texts = "".join([part[2] for part in parts]), "".join([part[2] for part in named])
+    given = [*parts, *named]
+    new = _tap_parts(input_location, given, structure_of_call(texts[0], list(kwargs), texts[1]))
     args = tuple(new[: len(args)])
     kwargs = dict(zip(kwargs, new[len(args) :]))  # noqa: B905 - dynamo is slower with `strict`
-    return _tapped_output(output_location, call, call(*args, **kwargs), given)
+    return tapped_output(output_location, call, call(*args, **kwargs), given)
 
 
-def _tapped_output(location: str, call: Callable[..., Any], output: Any, given: Sequence[Any]) -> Any:
+def tapped_output(location: str, call: Callable[..., Any], output: Any, given: Sequence[Any]) -> Any:
     """Return the output of a call with its tensors passed through a tap. It has no variables: dynamo would name nodes after them."""
     if ".source." in location:  # an operation, which can be any callable
         return tapped(location, output, given)
     return record_replaced(call, output, tapped(location, output, given))
 
 
-#: The structure of the arguments of a call ``module(tensor)``, as :func:`describe` writes it.
-_ONE_TENSOR = f"({TUPLE!r},None,(({TUPLE!r},None,(None,)),({DICT!r},[],()),))"
-
-
-def _structure_of_call(args: str, names: list[str], named: str) -> str:
+def structure_of_call(args: str, names: list[str], named: str) -> str:
+    """Return the structure of the arguments of a call, as :func:`describe` writes it; ``args`` and ``named`` are those of the arguments."""
     return f"({TUPLE!r},None,(({TUPLE!r},None,({args})),({DICT!r},{names!r},({named})),))"
 
 
-def _tap_simple(location: str, values: list[Any], structure: str) -> list[Any] | None:
-    """Pass ``values`` through a tap if each is a tensor or a constant, else return ``None``. Every line costs dynamo time."""
-    for value in values:
-        if not isinstance(value, _SIMPLE):
-            return None
-    return _with_tensors(values, tap(location, values, structure))
+def structure_of_tuple(items: str) -> str:
+    """Return the structure of a tuple, as :func:`describe` writes it; ``items`` are those of its items."""
+    return f"({TUPLE!r},None,({items}))"
 
 
 def _with_tensors(leaves: list[Any], tensors: list[torch.Tensor]) -> list[Any]:
@@ -151,12 +142,8 @@ def tapped(location: str, value: Any, given: Sequence[Any] = ()) -> Any:
     if isinstance(value, torch.Tensor):
         return tap(location, [value], "None")[0]
     if type(value) is tuple:
-        new = _tap_simple(location, list(value), f"({TUPLE!r},None,({'None,' * len(value)}))")
-        if new is not None:
-            return tuple(new)
         parts = [_flattened(item, given) for item in value]
-        structure = f"({TUPLE!r},None,({''.join([part[2] for part in parts])}))"
-        return tuple(_tap_parts(location, parts, structure))
+        return tuple(_tap_parts(location, parts, structure_of_tuple("".join([part[2] for part in parts]))))
     part = _flattened(value, given)
     return _tap_parts(location, [part], part[2][:-1])[0]
 
@@ -288,13 +275,13 @@ def _marked(leaf: Any) -> Any:
     """Return ``leaf``, or a constant that stands for it if a graph cannot contain it."""
     if isinstance(leaf, _SIMPLE):
         return leaf
-    return OPAQUE_MARK + _full_name(type(leaf))
+    return OPAQUE_MARK + full_name(type(leaf))
 
 
-def _full_name(kind: type) -> str:
+def full_name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-for _of_class in (kind_of_record, names_of_fields, has_attributes, is_frozen, _full_name):
+for _of_class in (kind_of_record, names_of_fields, has_attributes, is_frozen, full_name):
     torch.compiler.assume_constant_result(_of_class)
 

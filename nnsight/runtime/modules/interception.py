@@ -127,6 +127,15 @@ def _is_intercepted(call: Any) -> bool:
     return getattr(getattr(call, "__func__", None), "__code__", None) is INTERCEPTED_CODE
 
 
+def tapped_locations(module: torch.nn.Module) -> tuple[str, str] | None:
+    """Return the locations between which dynamo traces a call of ``module``, if its method is that of torch, intercepted for one tree."""
+    call = vars(module).get(INTERCEPTED_METHOD)
+    if not _is_intercepted(call) or getattr(call.__self__, "__func__", None) is not torch.nn.Module._call_impl:
+        return None
+    found: tuple[str, str] | None = vars(call.__func__).get("tapped_locations")
+    return found
+
+
 def _unlink(namespace: dict[str, Any], function: Any) -> None:
     """Remove the interception by ``function`` from those of a module; the interceptions that other trees installed over it stay."""
     call: Any = namespace.get(INTERCEPTED_METHOD)
@@ -210,8 +219,10 @@ class Instrumentation:
             traced, (outer, _, name) = self._traced_call, path.rpartition(".")
             if traced is not None and name == _ORIGINAL and outer in modules:
                 traced = _within(outer, traced)
-            # Bound to the original call, which becomes the first argument.
-            calls.append((module.__dict__, types.MethodType(intercepted(path, traced, self._identity), call)))
+            function = intercepted(path, traced, self._identity)
+            if traced is self._traced_call is not None:
+                function.tapped_locations = f"{path}.input", f"{path}.output"  # type: ignore[attr-defined]
+            calls.append((module.__dict__, types.MethodType(function, call)))  # the original call becomes the first argument
         return calls
 
     def include(self, modules: Mapping[str, torch.nn.Module]) -> None:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 def record_skipped(call: Any, args: tuple[Any, ...], output: Any) -> None:
     """Record ``output``, the value that a module is skipped with; ``call`` is the method of the module, and ``args`` are its arguments."""
     for hook in _hooks(call):
-        hook(_module_of(call), args, output)
+        hook(module_of(call), args, output)
 
 
 def record_replaced(call: Any, before: Any, output: Any) -> Any:
@@ -43,7 +43,8 @@ def record_replaced(call: Any, before: Any, output: Any) -> Any:
     return output
 
 
-def _module_of(call: Any) -> Any:
+def module_of(call: Any) -> Any:
+    """Return the object that ``call``, a method of it, perhaps with other methods around, is bound to."""
     while isinstance(call, types.MethodType):
         call = call.__self__
     return call
@@ -51,7 +52,7 @@ def _module_of(call: Any) -> Any:
 
 def _hooks(call: Any) -> list[Callable[..., Any]]:
     """Return the hooks of transformers that record the output of the module with the method ``call``."""
-    module = _module_of(call)
+    module = module_of(call)
     library = sys.modules.get("transformers.utils.output_capturing")
     if not isinstance(module, torch.nn.Module) or not module._forward_hooks or library is None:
         return []

@@ -117,7 +117,7 @@ def test_many_lengths_reach_a_steady_state(small: Any, edit: Any) -> None:
 def test_batches_of_one_and_of_many(small: Any) -> None:
     sizes = [(1, 5), (1, 9), (3, 7), (4, 6), (2, 2)]
     with torch.no_grad():
-        for _ in range(2):
+        for _ in range(3):  # in the second round, dynamo may prefer the capture for any length to the first one
             before, captured = str(fx.counters), frames()
             for batch, length in sizes:
                 found = by_trace(small, front_half, ids(batch, length))

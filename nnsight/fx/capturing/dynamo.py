@@ -38,7 +38,6 @@ from ..torch_compat import (
     symbolic_convert,
     variables_of_wrapper,
 )
-
 from .traced_calls import ROOT_ARGUMENT, executing_calls
 
 _numbers = itertools.count()

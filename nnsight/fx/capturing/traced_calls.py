@@ -1,8 +1,8 @@
 """Calls between taps, as dynamo executes them.
 
-Dynamo executes the Python code of a model symbolically, instruction by instruction, and each call of a module is between two taps. For common
-values, the functions here make the calls on dynamo's variables: dynamo captures a model of transformers in half the time that it takes to
-execute the code of :mod:`~nnsight.fx.capturing.taps` and of the interception. For other values it executes this code.
+Dynamo executes the Python code of a model symbolically, instruction by instruction, and each call of a module is between two taps. The
+functions here make these calls on dynamo's variables, if all values are common ones. The graph is that of the code of the interception and
+of :mod:`~nnsight.fx.capturing.taps`, which dynamo would take as long to execute as the model itself, and executes for other values.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _call(tx: Any, function: Callable[..., Any], *args: VariableTracker) -> Vari
 def _leaf(variable: Any) -> VariableTracker | None:
     """Return what stands in a tap for a tensor or a constant, or ``None`` for another value."""
     if type(variable) in (TensorVariable, SymNodeVariable):
-        return variable  # type: ignore[no-any-return]
+        return variable
     if isinstance(variable, variables.ConstantVariable) and type(variable.value) in (bool, int, float, str, type(None)):
         return variable
     return None
@@ -87,7 +87,7 @@ def _between_taps(
     if None in leaves:
         return None
     structure = taps.structure_of_call("None," * len(args), list(kwargs), "None," * len(kwargs))
-    new = _tap(tx, path[0], values, leaves, structure)  # type: ignore[arg-type]
+    new = _tap(tx, path[0], values, leaves, structure)
     output = call(new[: len(args)], dict(zip(kwargs, new[len(args) :], strict=True))).realize()
     if not _is_hooked(owner) or ".source." in path[1]:
         if _leaf(output) is not None:
@@ -121,11 +121,11 @@ class _TappedCall(VariableTracker):
         call: Any = args[2].realize()
         path = args[0].as_python_constant(), args[1].as_python_constant()
         positional = args[3].unpack_var_sequence(tx)
-        items: dict[Any, VariableTracker] = args[4].realize().items  # type: ignore[attr-defined]
+        items: dict[Any, VariableTracker] = args[4].realize().items
         named = {key.vt.as_python_constant(): value for key, value in items.items()}
         if _begun == [path[0]]:
             _begun.clear()
-            return call.call_function(tx, positional, named)  # type: ignore[no-any-return]
+            return call.call_function(tx, positional, named)
         _begun.clear()
         made = _between_taps(tx, path, lambda args, kwargs: call.call_function(tx, args, kwargs), call, positional, named)
         return _call(tx, taps.tapped_call_of_any, *args) if made is None else made
@@ -140,8 +140,8 @@ _PLAIN = module_variables.unpatched_nn_module_call_impl
 def _call_intercepted(variable: Any, tx: Any, args: Any, kwargs: Any) -> Any:
     """Call a module, between taps if it is intercepted.
 
-    Dynamo calls the ``forward`` of a module at once if the module has no hooks and its methods are those of torch, and else executes all the
-    code around it. Here it takes the intercepted method for that of torch.
+    Dynamo calls the ``forward`` of a module at once if the module has no hooks and its methods are those of torch, and else executes all
+    the code around it. Here it takes the intercepted method for that of torch.
     """
     _begun.clear()
     module_variables.unpatched_nn_module_call_impl = _PLAIN

@@ -129,7 +129,7 @@ def _is_intercepted(call: Any) -> bool:
 
 def tapped_locations(module: torch.nn.Module) -> tuple[str, str] | None:
     """Return the locations between which dynamo traces a call of ``module``, if its method is that of torch, intercepted for one tree."""
-    call = vars(module).get(INTERCEPTED_METHOD)
+    call: Any = vars(module).get(INTERCEPTED_METHOD)
     if not _is_intercepted(call) or getattr(call.__self__, "__func__", None) is not torch.nn.Module._call_impl:
         return None
     found: tuple[str, str] | None = vars(call.__func__).get("tapped_locations")

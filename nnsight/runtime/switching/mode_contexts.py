@@ -2,8 +2,8 @@
 
 ``with torch.inference_mode():`` in a block applies to the block's operations, and not to the layers that the model runs before the block's
 next location. So at the end of the block's turn its modes are stored and the model's are set, and at its next turn its modes are set again.
-A block that sets no mode follows the model. Its grad mode is that in which the model was called, such as ``no_grad`` in ``generate``. Where the
-model enables gradients for derivatives of its own, the block has them, too, so that these derivatives are those of the edited values.
+A block that sets no mode follows the model. Its grad mode is that in which the model was called, such as ``no_grad`` in ``generate``. Where
+the model enables gradients for derivatives of its own, the block has them, too, so that these derivatives are those of the edited values.
 
 Settings of the process, such as ``torch.set_default_dtype`` and those of ``torch.backends``, are not modes. Model and block share them.
 """

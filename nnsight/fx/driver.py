@@ -60,6 +60,7 @@ from .replay.replay import Replays
 from .show.stages import LIBRARIES, position_of
 from .torch_compat import (
     dynamo_config,
+    graph_breaks_seen,
     is_outermost,
     is_slow,
     is_whole_call,
@@ -214,8 +215,7 @@ class CompiledDriver:
     def _call_watched(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled function. If the model fails while dynamo traces it, before anything has run, call the model as Python.
 
-        Dynamo also traces a module that a block skips. Such a module may fail if an earlier step skipped it and stored no keys for it. If
-        the error is the model's own, the call as Python raises it in the usual way.
+        Dynamo also traces a module that a block skips, which may fail if an earlier step stored no keys for it. The model raises its own errors.
         """
         given_up = _given_up.get()
         if given_up:
@@ -241,12 +241,12 @@ class CompiledDriver:
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
         """Wrap a call that may compile: undo its captures if it fails, and report a call that ran uncompiled."""
-        captures = self._captures
+        captures, breaks = self._captures, graph_breaks_seen()
         captures.note_start()
         with captures.undone_if_it_fails(self.tree.paths), captures.watched():
             yield
-        if captures.ran_nothing and captures.uncompiled is not None:
-            self._note_uncompiled(*captures.uncompiled)
+        if captures.ran_nothing:
+            self._note_uncompiled(*(captures.uncompiled or captures.note_failure(breaks)))
 
     def _note_uncompiled(self, reason: str, remedy: str) -> None:
         """Report that a call of the model ran uncompiled, and warn once for each reason."""

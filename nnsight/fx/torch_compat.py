@@ -83,9 +83,13 @@ def why_python(fullgraph: bool) -> str:
         return f"`torch.compiler.set_stance({stance.stance!r})` is in effect"
     modes = map(torch._C._get_dispatch_stack_at, range(torch._C._len_torch_dispatch_stack()))
     names = [type(mode).__name__ for mode in modes if not mode.is_infra_mode() and not mode.ignore_compile_internals()]
-    if fullgraph or not (names or dynamo_config.disable):
+    if fullgraph:
         return ""
-    return f"torch.compile compiles nothing under the dispatch mode `{names[-1]}`" if names else "`torch._dynamo.config.disable` is set"
+    if torch._C._are_functorch_transforms_active():
+        return "torch.compile compiles nothing inside a transform of `torch.func`, such as `vmap`"
+    if names:
+        return f"torch.compile compiles nothing under the dispatch mode `{names[-1]}`"
+    return "`torch._dynamo.config.disable` is set" if dynamo_config.disable else ""
 
 
 def is_outermost() -> bool:

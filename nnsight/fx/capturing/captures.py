@@ -104,7 +104,7 @@ class Captures:
             result = capture()
         if is_function:
             if result.guarded_code is None:
-                self._note_failure(breaks)
+                self.note_failure(breaks)
             else:
                 self._given.append(situation.given())
         return result
@@ -128,11 +128,13 @@ class Captures:
         self.give_up()
         return left_uncompiled()
 
-    def _note_failure(self, before: dict[str, int]) -> None:
+    def note_failure(self, before: dict[str, int]) -> tuple[str, str]:
+        """Set :attr:`uncompiled` after a call that dynamo did not capture, and return it; ``before`` are the graph breaks before the call."""
         found = [text for text, count in graph_breaks_seen().items() if count > before.get(text, 0)]
         why = found[-1].strip().split("\n", 1)[0] if found else "torch does not capture such a call"
         remedy = 'TORCH_LOGS="graph_breaks,recompiles" shows where and why; `trace(..., compile=False)` runs a trace eagerly.'
         self.uncompiled = (why, remedy)
+        return self.uncompiled
 
     def add(self, is_whole: bool, is_symbolic: bool) -> Capture:
         """Count a capture, and return its reason. ``is_symbolic`` is whether the captured graph has symbolic sizes."""

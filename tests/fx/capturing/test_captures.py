@@ -173,6 +173,43 @@ def test_what_torch_compiles_nothing_under_is_reported_and_later_calls_are_compi
     assert fx.counters.captures == 1
 
 
+@pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.jacrev])
+def test_a_call_inside_a_transform_of_torch_runs_as_python_and_later_calls_are_compiled(transform: Any) -> None:
+    module = net()
+    model = NNsight(module, compile={"backend": "eager"})
+    with pytest.warns(UncompiledWarning, match="inside a transform of `torch.func`"), model.trace(X, fn=transform(module)) as tracer:
+        out = tracer.result.save()
+    same(out, transform(module)(X))
+    with model.trace(X) as tracer:
+        model[0].output *= 2
+        out = model.output.save()
+    same(out, by_hand(module, X))
+    assert tracer.report.graphs == fx.counters.captures == 1 and not tracer.report.breaks
+
+
+def test_a_model_of_which_torch_captures_nothing_is_reported() -> None:
+    class Sparse(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(4, 4)
+            self.register_buffer("adjacency", torch.eye(2).to_sparse())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.adjacency, self.linear(x))
+
+    module = Sparse()
+    model = NNsight(module, compile={"backend": "eager"})
+    x = torch.randn(2, 4)
+    with pytest.warns(UncompiledWarning, match="runs uncompiled: .*sparse"), model.trace(x) as tracer:
+        model.linear.output *= 2
+        out = model.output.save()
+    same(out, Hooks(module).output("linear", lambda value: value * 2)(x))
+    assert [str(found.location) for found in tracer.report.breaks] == ["model"] and tracer.report.graphs == 0
+    with model.trace(x) as tracer:  # the warning appears once, and the report says it each time
+        out = model.output.save()
+    assert "sparse" in tracer.report.breaks[0].reason
+
+
 @pytest.mark.parametrize("setting", ["compiled_autograd", "caching_precompile"])
 def test_settings_of_dynamo_that_change_how_functions_are_compiled(setting: str) -> None:
     module = net()

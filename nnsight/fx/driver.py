@@ -215,7 +215,7 @@ class CompiledDriver:
     def _call_watched(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled function. If the model fails while dynamo traces it, before anything has run, call the model as Python.
 
-        Dynamo also traces a module that a block skips, which may fail if an earlier step stored no keys for it. The model raises its own errors.
+        Dynamo also traces a module that a block skips, which may fail if an earlier step stored no keys for it. The call may raise, too.
         """
         given_up = _given_up.get()
         if given_up:

@@ -129,7 +129,7 @@ class Captures:
         return left_uncompiled()
 
     def note_failure(self, before: dict[str, int]) -> tuple[str, str]:
-        """Set :attr:`uncompiled` after a call that dynamo did not capture, and return it; ``before`` are the graph breaks before the call."""
+        """Set :attr:`uncompiled` after a call that dynamo did not capture, and return it; ``before`` are the earlier graph breaks."""
         found = [text for text, count in graph_breaks_seen().items() if count > before.get(text, 0)]
         why = found[-1].strip().split("\n", 1)[0] if found else "torch does not capture such a call"
         remedy = 'TORCH_LOGS="graph_breaks,recompiles" shows where and why; `trace(..., compile=False)` runs a trace eagerly.'

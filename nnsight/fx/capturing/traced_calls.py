@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils import _pytree as pytree
@@ -69,35 +69,67 @@ def _argument(variable: Any) -> VariableTracker | None:
     return _constant(OPAQUE_MARK + taps.full_name(kind))
 
 
-def _tap(tx: Any, location: str, values: list[VariableTracker], leaves: list[VariableTracker], structure: str) -> list[VariableTracker]:
-    """Add a tap to the graph; return ``values`` with the results of the tap in place of the tensors. ``leaves`` stand for the values."""
-    found = iter(_call(tx, taps.tap, _constant(location), _list_of(leaves), _constant(structure)).unpack_var_sequence(tx))
-    return [next(found) if type(value) is TensorVariable else value for value in values]
+class _Part(NamedTuple):
+    """An argument or an output of a module.
+
+    Attributes:
+        values: The value, or the items of a tuple.
+        leaves: What stands for them in a tap.
+        is_tuple: Whether it is a tuple.
+    """
+
+    values: list[VariableTracker]
+    leaves: list[VariableTracker]
+    is_tuple: bool
+
+    @property
+    def structure(self) -> str:
+        """Its structure, as :func:`~nnsight.fx.capturing.structures.describe` writes it."""
+        items = "None," * len(self.values)
+        return taps.structure_of_tuple(items) + "," if self.is_tuple else items
+
+    def with_values(self, values: list[VariableTracker]) -> VariableTracker:
+        """Return the argument or output with other ``values``."""
+        return variables.TupleVariable(values, mutation_type=ValueMutationNew()) if self.is_tuple else values[0]
+
+
+def _part(variable: Any, stands_for: Callable[[Any], VariableTracker | None]) -> _Part | None:
+    """Return an argument or an output whose leaves ``stands_for`` knows, or a tuple of such; ``None`` for another value."""
+    is_tuple = isinstance(variable, variables.TupleVariable) and variable.python_type() is tuple
+    values = [item.realize() for item in variable.items] if is_tuple else [variable]
+    leaves = [stands_for(value) for value in values]
+    return None if None in leaves else _Part(values, leaves, is_tuple)
+
+
+def _tap(tx: Any, location: str, parts: list[_Part], structure: str) -> list[VariableTracker]:
+    """Add a tap to the graph; return the values in ``parts`` with the results of the tap in place of the tensors."""
+    leaves = _list_of([leaf for part in parts for leaf in part.leaves])
+    found = iter(_call(tx, taps.tap, _constant(location), leaves, _constant(structure)).unpack_var_sequence(tx))
+    return [
+        part.with_values([next(found) if type(value) is TensorVariable else value for value in part.values]) for part in parts
+    ]
 
 
 def _between_taps(
     tx: Any, path: tuple[str, str], call: _Call, owner: Any, args: list[Any], kwargs: dict[str, Any]
 ) -> VariableTracker | None:
-    """Make ``call`` between two taps at the locations in ``path``. Return ``None``, and do nothing, if an argument is a container.
+    """Make ``call`` between two taps at the locations in ``path``. Return ``None``, and do nothing, if an argument is another container.
 
     ``owner`` is the variable for the module or method that is called.
     """
-    values = [value.realize() for value in (*args, *kwargs.values())]
-    leaves = [_argument(value) for value in values]
-    if None in leaves:
+    found = [_part(value.realize(), _argument) for value in (*args, *kwargs.values())]
+    if None in found:
         return None
-    structure = taps.structure_of_call("None," * len(args), list(kwargs), "None," * len(kwargs))
-    new = _tap(tx, path[0], values, leaves, structure)
+    parts = cast("list[_Part]", found)
+    texts = [part.structure for part in parts]
+    structure = taps.structure_of_call("".join(texts[: len(args)]), list(kwargs), "".join(texts[len(args) :]))
+    new = _tap(tx, path[0], parts, structure)
     output = call(new[: len(args)], dict(zip(kwargs, new[len(args) :], strict=True))).realize()
-    if not _is_hooked(owner) or ".source." in path[1]:
-        if _leaf(output) is not None:
-            return _tap(tx, path[1], [output], [output], "None")[0]
-        if isinstance(output, variables.TupleVariable) and output.python_type() is tuple:
-            items = [item.realize() for item in output.unpack_var_sequence(tx)]
-            if None not in map(_leaf, items):
-                tapped = _tap(tx, path[1], items, items, taps.structure_of_tuple("None," * len(items)))
-                return variables.TupleVariable(tapped, mutation_type=ValueMutationNew())
-    objects = [value for value, leaf in zip(values, leaves, strict=True) if leaf is not value]
+    part = None if _is_hooked(owner) and ".source." not in path[1] else _part(output, _leaf)
+    if part is not None:
+        return _tap(tx, path[1], [part], part.structure[:-1])[0]
+    values = [(value, leaf) for part in parts for value, leaf in zip(part.values, part.leaves, strict=True)]
+    objects = [value for value, leaf in values if leaf is not value]
     given = variables.TupleVariable([variables.TupleVariable([_list_of(objects), _constant(None), _constant("")])])
     return _call(tx, taps.tapped_output, _constant(path[1]), owner, output, given)
 

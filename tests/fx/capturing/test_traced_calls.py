@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import symbolic_convert
 from transformers.modeling_outputs import BaseModelOutput
 
 from nnsight import NNsight
@@ -147,3 +148,27 @@ def test_models_have_the_same_graph(name: str, monkeypatch: pytest.MonkeyPatch) 
         short = graph_of(specimen.build(), **specimen.arguments(6, 2, 0))
         with executing_all_code(monkeypatch):
             assert graph_of(specimen.build(), **specimen.arguments(6, 2, 0)) == short
+
+
+def test_dynamo_executes_little_more_than_for_a_plain_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = 0
+    step = symbolic_convert.InstructionTranslatorBase.step
+
+    def counted(frame: Any) -> Any:
+        nonlocal count
+        count += 1
+        return step(frame)
+
+    monkeypatch.setattr(symbolic_convert.InstructionTranslatorBase, "step", counted)
+    specimen = SPECIMENS["llama"]
+    module, inputs = specimen.build(), specimen.arguments(6, 2, 0)
+    with torch.no_grad():
+        torch.compile(module, backend="eager")(**inputs)
+        plain, count = count, 0
+        torch._dynamo.reset()
+        model = NNsight(module, compile={"backend": "eager"})
+        with model.trace(**inputs):
+            model.model.layers[1].output[:] *= 2
+            model.lm_head.output.save()
+    assert plain > 5000
+    assert count < 1.5 * plain

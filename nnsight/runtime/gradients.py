@@ -183,6 +183,7 @@ class _BackwardInterleaver(Interleaver):
 
     def __init__(self, mediators: list[Mediator], loss: torch.Tensor) -> None:
         super().__init__(mediators)
+        self.grad = torch.is_grad_enabled()  # autograd disables gradients in hooks
         self.hooks: list[Any] = []
         self.locations: dict[int, tuple[torch.Tensor, str]] = {}
         self._loss = loss

@@ -299,3 +299,16 @@ def test_a_block_has_the_grad_mode_in_which_a_function_calls_the_model(compile: 
     assert {key: value.requires_grad for key, value in kept.items()} == {
         "before": True, "first": False, "inside": True, "after": False, "second": False,
     }  # fmt: skip
+
+
+@both
+def test_a_block_of_a_backward_pass_has_gradients_enabled(compile: bool) -> None:
+    """Autograd disables them in its hooks."""
+    model = NNsight(torch.nn.Sequential(Layer(False), Layer(False)), compile={"backend": "eager"})
+    scale = torch.ones(4, requires_grad=True)
+    with model.trace(X, compile=compile):
+        hidden = model[0].output
+        with model.output.sum().backward():
+            scaled = (hidden.grad * scale).save()
+    scaled.sum().backward()
+    assert scale.grad is not None

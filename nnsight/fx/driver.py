@@ -215,17 +215,20 @@ class CompiledDriver:
     def _call_watched(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled function. If the model fails while dynamo traces it, before anything has run, call the model as Python.
 
-        Dynamo also traces a module that a block skips, which may fail if an earlier step stored no keys for it. The call may raise, too.
+        Dynamo also traces a module that a block skips, and it may fail there. If the error is the model's own, the call as Python raises it.
         """
         given_up = _given_up.get()
         if given_up:
             return self.tree.root._call_impl(*args, **kwargs)
-        handled = sys.exception()
+        handled, captures, breaks = sys.exception(), self._captures, graph_breaks_seen()
         try:
-            return function(self.tree.root, args, kwargs)
+            output = function(self.tree.root, args, kwargs)
+            if captures.ran_nothing:
+                self._note_uncompiled(*(captures.uncompiled or captures.note_failure(breaks)))
+            return output
         except Exception as error:
             reason = why_tracing_failed(error, self._code)
-            if reason is None or self.fullgraph or not self._captures.ran_nothing:
+            if reason is None or self.fullgraph or not captures.ran_nothing:
                 raise
             release_frames(error, handled)
         output = self.tree.root._call_impl(*args, **kwargs)
@@ -240,13 +243,10 @@ class CompiledDriver:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Wrap a call that may compile: undo its captures if it fails, and report a call that ran uncompiled."""
-        captures, breaks = self._captures, graph_breaks_seen()
-        captures.note_start()
-        with captures.undone_if_it_fails(self.tree.paths), captures.watched():
+        """Wrap a call that may compile: undo its captures if it fails."""
+        self._captures.note_start()
+        with self._captures.undone_if_it_fails(self.tree.paths), self._captures.watched():
             yield
-        if captures.ran_nothing:
-            self._note_uncompiled(*(captures.uncompiled or captures.note_failure(breaks)))
 
     def _note_uncompiled(self, reason: str, remedy: str) -> None:
         """Report that a call of the model ran uncompiled, and warn once for each reason."""

@@ -215,7 +215,7 @@ class CompiledDriver:
     def _call_watched(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the compiled function. If the model fails while dynamo traces it, before anything has run, call the model as Python.
 
-        Dynamo also traces a module that a block skips, and it may fail there. If the error is the model's own, the call as Python raises it.
+        Dynamo also traces a module that a block skips, and it may fail there. An error of the model's own is raised by the call as Python.
         """
         given_up = _given_up.get()
         if given_up:

@@ -12,7 +12,8 @@ A region consists of one or more stretches, which are merged until
 * every value that crosses a border is a tensor, or a size that both regions can compute;
 * no region writes to memory that an earlier one has computed;
 * no region uses an earlier region's view of an input after a region in between has written to that input. If gradients are enabled,
-  no region writes to an input that an earlier one has used, because autograd may have saved it;
+  no region writes to an input that an earlier one has read, because autograd may have saved it. Writes, and views, are no reads if the
+  input requires no gradient afterwards;
 * the modes at each border, such as grad mode, are those at the start.
 """
 
@@ -173,10 +174,11 @@ class Plan:
         self.likes: dict[torch.fx.Node, dict[int, Like]] = defaultdict(dict)
         self.stretch: dict[torch.fx.Node, int] = {}
         self.written: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-        # For each storage: the inputs in it, the nodes that compute it, the stretches that use it, and those that write to it.
+        # For each storage: the inputs in it, the nodes that compute it, and the stretches that use it, that read its values, and write to it.
         self._outside: dict[int, list[torch.fx.Node]] = defaultdict(list)
         self._computed: dict[int, list[torch.fx.Node]] = defaultdict(list)
         self._uses: dict[int, set[int]] = defaultdict(set)
+        self._reads: dict[int, set[int]] = defaultdict(set)
         self._writes: dict[int, set[int]] = defaultdict(set)
         self._merged: list[tuple[int, int]] = []
         grad = torch.set_grad_enabled(torch.is_grad_enabled())  # the graph may switch it
@@ -235,6 +237,10 @@ class Plan:
                 self.written.setdefault(node, []).append(source)
         for tensor in _tensors(result):
             self._computed[memory_of(tensor)].append(node)
+        viewed, written = set(map(memory_of, _tensors(result))), self.written.get(node, ())
+        for source, tensor in given:
+            if source not in written and memory_of(tensor) not in viewed:
+                self._reads[memory_of(tensor)].add(stretch)
         self.values[node] = result
 
     def has_backward(self) -> bool:
@@ -346,7 +352,8 @@ class Plan:
             if len({id(self.values[node]) for node in self._outside[memory]}) > 1:
                 raise ValueError("the graph writes to memory that two of its inputs share")
             if torch.is_grad_enabled():
-                merged.append((min(self._uses[memory]), last))
+                tracked = any(self.values[node].requires_grad for node in self._outside[memory])
+                merged.append((min((self._uses if tracked else self._reads)[memory], default=last), last))
             merged += [(self.stretch[node], last) for node in self._computed[memory] if self._is_used_later(node)]
         stretches = sorted(set(self.stretch.values()))
         return {stretch for stretch in stretches if not any(start <= stretch < stop for start, stop in merged)}

@@ -233,3 +233,33 @@ def test_the_gradient_of_a_tensor_that_goes_on_in_an_edit_in_place(put: Any, is_
     for found, expected in zip(run({"backend": backend}), run(False), strict=True):
         assert expected.abs().max() > 0
         torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kept", ["detached", "attached"])
+@pytest.mark.parametrize("used", [False, True], ids=["", "used"])
+@pytest.mark.filterwarnings("ignore:In this compiled trace")
+def test_values_are_kept_in_a_tensor_that_was_made_before(backend: str, kept: str, used: bool) -> None:
+    """As attribution patching does for all edges: each location is written to the buffer, and then the gradients are read."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(4, 4), torch.nn.Tanh())))
+    factor, x = torch.ones(3, 4, requires_grad=True), torch.randn(3, 4)
+
+    def run(model: Any, buffer: torch.Tensor) -> tuple[Any, ...]:
+        with model.trace(x) as tracer:
+            held = []
+            for place in range(3):
+                hidden = model[2 * place].output
+                held.append(hidden)
+                buffer[place] = hidden.detach() if kept == "detached" else hidden
+            loss = model.output.sum()
+            if used:
+                loss = loss + (buffer[1] * factor).sum()
+            with loss.backward(retain_graph=True):
+                found = [hidden.grad.clone() for hidden in reversed(held)].save()
+        return found, buffer.detach().clone(), tracer.report
+
+    *expected, _ = run(nnsight.NNsight(net), torch.zeros(3, 3, 4))
+    *found, report = run(nnsight.NNsight(net, compile={"backend": backend}), torch.zeros(3, 3, 4))
+    torch.testing.assert_close(found, expected)
+    assert not report.notes or kept == "attached", "it is compiled"

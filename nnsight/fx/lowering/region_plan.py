@@ -174,7 +174,7 @@ class Plan:
         self.likes: dict[torch.fx.Node, dict[int, Like]] = defaultdict(dict)
         self.stretch: dict[torch.fx.Node, int] = {}
         self.written: dict[torch.fx.Node, list[torch.fx.Node]] = {}
-        # For each storage: the inputs in it, the nodes that compute it, and the stretches that use it, that read its values, and write to it.
+        # For each storage: the inputs in it, the nodes that compute it, and the stretches that use it, read its values, and write to it.
         self._outside: dict[int, list[torch.fx.Node]] = defaultdict(list)
         self._computed: dict[int, list[torch.fx.Node]] = defaultdict(list)
         self._uses: dict[int, set[int]] = defaultdict(set)

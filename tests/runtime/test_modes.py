@@ -260,13 +260,14 @@ def test_a_block_has_gradients_where_the_model_enables_them(enables: bool, aroun
         hook = net.energy.register_forward_hook(edit)
         expected = net(X)
         hook.remove()
-        with model.trace(X):
+        with model.trace(X) as tracer:
             scaled = model.energy.output * vector
             mode = torch.is_grad_enabled()
             flags = (mode, scaled.requires_grad).save()
             model.energy.output = scaled * 3
             out = model.output.save()
         torch.testing.assert_close(out, expected)
+        assert tracer.report.mode == ("compiled" if compile else "eager") and bool(tracer.report.graphs) == bool(compile)
         expected_mode = enables or around  # that of the hook, but for a part of the model without gradients
         assert flags == (expected_mode, expected_mode) and seen[0] == (enables, enables)
         with model.trace(X):
@@ -279,18 +280,24 @@ def test_a_block_has_gradients_where_the_model_enables_them(enables: bool, aroun
 def test_a_block_has_the_grad_mode_in_which_a_function_calls_the_model(compile: bool) -> None:
     """As in ``generate``, which calls the model under ``torch.no_grad()``."""
 
+    class View(torch.nn.Module):
+        """Returns a view, as the projections of GPT-2 do. Autograd refuses to edit it if it was made without gradients."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * 2).view(-1, 4)
+
     class Net(torch.nn.Sequential):
         @torch.no_grad()
         def twice(self, x: torch.Tensor) -> torch.Tensor:
             return self(self(x))
 
-    net, vector = Net(Layer(False), Layer(False), Layer(False)), torch.ones(4, requires_grad=True)
+    net, vector = Net(Layer(False), View(), Layer(False)), torch.ones(4, requires_grad=True)
     model = NNsight(net, compile={"backend": "eager"})
     kept: dict[str, torch.Tensor] = {}
     with model.twice(X, compile=compile) as tracer:
         kept["before"] = X * vector
         kept["first"] = model[0].output * vector
-        model[1].output[:, ::2] += vector[:2]
+        model[1].output += vector
         with torch.enable_grad():
             kept["inside"] = model[1].output * vector
         kept["after"] = model[2].output * vector

@@ -7,7 +7,6 @@ module records the value that it is skipped with.
 
 from __future__ import annotations
 
-import sys
 import types
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +25,9 @@ def record_replaced(call: Any, before: Any, output: Any) -> Any:
     """Record ``output`` in place of ``before``, the output of the module with the method ``call``, and return it."""
     if not _hooks(call):
         return output
-    recorded = sys.modules["transformers.utils.output_capturing"]._active_collector.get()
+    from transformers.utils import output_capturing
+
+    recorded = output_capturing._active_collector.get()
     if not recorded:
         return output
     if isinstance(before, torch.Tensor) and isinstance(output, torch.Tensor):
@@ -53,7 +54,7 @@ def module_of(call: Any) -> Any:
 def _hooks(call: Any) -> list[Callable[..., Any]]:
     """Return the hooks of transformers that record the output of the module with the method ``call``."""
     module = module_of(call)
-    library = sys.modules.get("transformers.utils.output_capturing")
-    if not isinstance(module, torch.nn.Module) or not module._forward_hooks or library is None:
+    if not isinstance(module, torch.nn.Module):
         return []
-    return [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", "") == library.__name__]
+    # Dynamo traces this. It would make a variable of each module in `sys.modules`, so this does not ask whether transformers is loaded.
+    return [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", "") == "transformers.utils.output_capturing"]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo import symbolic_convert
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from transformers.modeling_outputs import BaseModelOutput
 
 from nnsight import NNsight
@@ -146,25 +148,31 @@ def test_models_have_the_same_graph(name: str, monkeypatch: pytest.MonkeyPatch) 
             assert graph_of(specimen.build(), **specimen.arguments(6, 2, 0)) == short
 
 
-def test_dynamo_executes_little_more_than_for_a_plain_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 0
-    step = symbolic_convert.InstructionTranslatorBase.step
+def test_dynamo_executes_and_wraps_little_more_than_for_a_plain_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts: Counter[str] = Counter()
 
-    def counted(frame: Any) -> Any:
-        nonlocal count
-        count += 1
-        return step(frame)
+    def count(owner: Any, name: str, what: str) -> None:
+        method = getattr(owner, name)
 
-    monkeypatch.setattr(symbolic_convert.InstructionTranslatorBase, "step", counted)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[what] += 1
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(symbolic_convert.InstructionTranslatorBase, "step", "instructions")
+    count(LazyVariableTracker, "__init__", "values")
     specimen = SPECIMENS["llama"]
     module, inputs = specimen.build(), specimen.arguments(6, 2, 0)
     with torch.no_grad():
         torch.compile(module, backend="eager")(**inputs)
-        plain, count = count, 0
+        plain = counts.copy()
+        counts.clear()
         torch._dynamo.reset()
         model = NNsight(module, compile={"backend": "eager"})
         with model.trace(**inputs):
             model.model.layers[1].output[:] *= 2
             model.lm_head.output.save()
-    assert plain > 5000
-    assert count < 1.5 * plain
+    assert plain["instructions"] > 5000
+    assert counts["instructions"] < 1.5 * plain["instructions"]
+    assert counts["values"] < 3 * plain["values"]

@@ -51,7 +51,7 @@ STATEMENTS = [
 SAVES = ["kept{n} = {at}.save()", "kept{n} = {at}.mean(1).save()", "kept{n} = ({at} @ unit).save()", "pass"]
 
 WIDTH = 16
-CASES = int(os.environ.get("NNSIGHT_PROGRAM_CASES", "2"))
+CASES = int(os.environ.get("NNSIGHT_PROGRAM_CASES", "1"))
 
 
 def models() -> dict[str, tuple[torch.nn.Module, list[str], str]]:

@@ -115,14 +115,14 @@ def test_calls_traces_and_generations_are_steered(net: Any, vector: SteeringVect
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", SETTINGS, ids=str)
+@pytest.mark.parametrize("options", SETTINGS[1::2], ids=str)
 def test_compiled_calls_traces_and_generations_are_steered(vector: SteeringVector, options: dict[str, Any]) -> None:
     assert_steered(gpt2(), vector, options, {"backend": "aot_eager"})
 
 
 @pytest.mark.slow
-def test_the_default_backend_agrees(net: Any, vector: SteeringVector) -> None:
-    assert_steered(net, vector, {"scale": 3.0, "match_norm": True}, {})
+def test_the_default_backend_agrees(vector: SteeringVector) -> None:
+    assert_steered(llama(), vector, {"scale": 3.0, "match_norm": True}, {})
 
 
 def assert_steered(net: Any, vector: SteeringVector, options: dict[str, Any], compiled_with: dict[str, Any] | None) -> None:
@@ -190,7 +190,8 @@ def test_lengths_in_float16_are_neither_too_large_nor_too_small() -> None:
 
 
 @pytest.mark.slow
-def test_another_factor_or_direction_compiles_nothing(net: Any, vector: SteeringVector) -> None:
+def test_another_factor_or_direction_compiles_nothing(vector: SteeringVector) -> None:
+    net = gpt2()
     steered = vector.apply(LanguageModel(net), 1.0, layers=[0, 2])
     steered.compile()
     options = {**GREEDY, "cache_implementation": "static"}

@@ -348,7 +348,7 @@ def test_a_compiled_model_is_captured_a_few_times(name: str) -> None:
     draw, noise = random.Random(3), torch.Generator().manual_seed(3)
     additions = {1: Addition(3 * torch.randn(32, generator=noise), None)}
     cases = []
-    for number in range(30):
+    for number in range(16):
         prompt = [draw.randrange(1, VOCABULARY) for _ in range(draw.randint(2, 60))]
         cases.append(Case(prompt, draw.randint(1, 40), 3 * number, additions if number % 2 else {}, draw.choice([0, 4, 70])))
     fx.counters.reset()

@@ -140,6 +140,7 @@ def test_a_condition_decides(model: Rows, net: Stack, compile: bool) -> None:
         same(out, net.head(first) if x.sum() > 0 else net(x))
 
 
+@pytest.mark.slow
 def test_layers_of_a_transformers_model(gpt2: Case) -> None:
     model, inputs = NNsight(gpt2.module, compile={"backend": "eager"}), gpt2.inputs()
     hooked = Hooks(gpt2.module)

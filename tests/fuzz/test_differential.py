@@ -83,7 +83,7 @@ MODELS: dict[str, Spec] = {
 
 
 #: Decoders that take seconds to capture.
-COSTLY = ("mixtral", "mamba-lm", "deepseek")
+COSTLY = ("stock", "llama", "mixtral", "mamba-lm", "deepseek")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] if name in COSTLY else []) for name in MODELS])

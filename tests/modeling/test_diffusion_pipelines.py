@@ -110,6 +110,7 @@ def test_embeddings_are_a_prompt(model: DiffusionModel, pipeline: Any) -> None:
     torch.testing.assert_close(torch.cat([one, two]), reference(pipeline, [CAT, DOG], num_inference_steps=2).images)
 
 
+@pytest.mark.slow
 def test_seeds_of_images(model: DiffusionModel, pipeline: Any) -> None:
     """Image `i` has the seed `n + i`, counted over all prompts and the images of each; those of an invoke are its own."""
     options = {**OPTIONS, "seed": 7, "num_images_per_prompt": 2, "compile": False}

@@ -199,6 +199,7 @@ def test_a_streamer_of_the_user_gets_what_the_block_leaves(model: LanguageModel)
     same(edited.got[1:], plain.got[1:])
 
 
+@pytest.mark.slow
 def test_runs_on_fake_tensors_leave_out_stop_strings(model: LanguageModel) -> None:
     """Transformers keeps tensors for them in a global cache."""
     options = {**GREEDY, "stop_strings": [" Rome"], "tokenizer": model.tokenizer}
@@ -216,6 +217,7 @@ def test_runs_on_fake_tensors_leave_out_stop_strings(model: LanguageModel) -> No
     assert config.stop_strings == [" Paris"]
 
 
+@pytest.mark.slow
 def test_options_of_a_generation_are_kept(model: LanguageModel) -> None:
     """The pad token of a ``generation_config``, positions in an encoding, and the mask beside a cache."""
     ids = ids_of(model, LONG, SHORT)

@@ -134,6 +134,7 @@ class Experts(torch.nn.Module):
         return one, other, product(several, weights), product(several, weights[0], offs=ends * 3)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
 def test_a_generation_that_names_no_length_makes_as_many_tokens(demo: LanguageModel) -> None:
     end, demo._module.generation_config.eos_token_id = demo._module.generation_config.eos_token_id, None

@@ -90,7 +90,7 @@ def test_a_compiled_step_knows_the_addresses_of_its_cache(lowered: list[tuple[in
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compiled", [False, {"backend": "aot_eager"}])
 def test_the_memory_of_a_cache_is_used_again(family: str, compiled: Any) -> None:
     net: Any = specimens()[family].build()

@@ -459,6 +459,7 @@ def test_a_value_that_was_never_computed_is_an_error(demo: Any) -> None:
             kept = nnsight.save([token.item() for token in tokens])
 
 
+@pytest.mark.slow
 def test_a_value_comes_without_saved_ones_that_were_never_computed(demo: Any) -> None:
     with demo.session(remote="local"):
         with demo.generate(PROMPT, max_new_tokens=30, eos_token_id=14) as tracer:

@@ -287,6 +287,7 @@ def test_prompts_of_several_lengths_are_what_they_are_alone(demo: LanguageModel)
         torch.testing.assert_close(whole[row : row + 1, -logits.shape[1] :], logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_edit_of_one_prompt_is_that_edit_alone_and_leaves_the_other(demo: LanguageModel) -> None:
     path = "transformer.h.1"
 

@@ -110,6 +110,7 @@ def test_a_call_that_fails_leaves_captures_alone(model: NNsight, fail: Callable[
             assert (fx.counters.captures, fx.counters.compiles) == (0, 0)
 
 
+@pytest.mark.slow
 def test_many_failures_do_not_use_up_the_limit_of_captures(model: NNsight, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver, "_MANY_FORGOTTEN", 16)
     trace(model, torch.randn(2, 4))

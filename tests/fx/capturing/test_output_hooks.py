@@ -42,7 +42,7 @@ def edited_by_hand(module: torch.nn.Module, run: Callable[[], Any]) -> Any:
         return run()
 
 
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [llama, pytest.param(gpt2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("asked", ["argument", "configuration"])
 def test_hidden_states_are_returned_by_one_graph(make: Callable[..., torch.nn.Module], asked: str) -> None:
     arguments, options = ({"output_hidden_states": True}, {}) if asked == "argument" else ({}, {"output_hidden_states": True})
@@ -58,6 +58,7 @@ def test_hidden_states_are_returned_by_one_graph(make: Callable[..., torch.nn.Mo
         same(output.logits, expected.logits)
 
 
+@pytest.mark.slow
 def test_a_generation_returns_hidden_states() -> None:
     module = llama()
     options: dict[str, Any] = {"output_hidden_states": True, "return_dict_in_generate": True, "max_new_tokens": 3, "do_sample": False}
@@ -74,7 +75,7 @@ def test_a_generation_returns_hidden_states() -> None:
 
 
 @pytest.mark.parametrize("compile", [False, {"backend": "eager"}, {"backend": "aot_eager"}], ids=str)
-@pytest.mark.parametrize("make", [llama, gpt2])
+@pytest.mark.parametrize("make", [llama, pytest.param(gpt2, marks=pytest.mark.slow)])
 def test_what_takes_the_place_of_an_output_is_recorded(make: Callable[..., torch.nn.Module], compile: Any) -> None:
     """The hooks of transformers run inside of the module's call, before a block gets the output; a skipped module has no call."""
     value = torch.linspace(-1, 1, 2 * 7 * 32).reshape(2, 7, 32)

@@ -116,6 +116,7 @@ def test_the_report_shows_captures_and_their_kinds_are_counted(model: NNsight) -
     assert reason.startswith("modules of the model, their hooks")
 
 
+@pytest.mark.slow
 def test_no_number_of_situations_leaves_compiled_mode(model: NNsight, caplog: pytest.LogCaptureFixture) -> None:
     """More captures than dynamo allows, each of a kind of its own, and the first is still there."""
     limit = torch._dynamo.config.recompile_limit

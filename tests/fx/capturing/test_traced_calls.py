@@ -135,10 +135,10 @@ def test_a_module_that_calls_itself() -> None:
     assert sum("tap" in target for _, target, *_ in graph) == 2 * (3 + 1)
 
 
-SLOW = ["gpt2", "bloom", "falcon", "gemma3", "mixtral", "gpt-oss", "deepseek-v3", "whisper", "vit", "clip", "resnet", "encoder"]
+SLOW = ["gpt2", "t5", "bloom", "falcon", "gemma3", "mixtral", "gpt-oss", "deepseek-v3", "whisper", "vit", "clip", "resnet", "encoder"]
 
 
-@pytest.mark.parametrize("name", ["llama", "t5", "dicts", "shared", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize("name", ["llama", "dicts", "shared", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # by dynamo, for an autograd function
 def test_models_have_the_same_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     specimen = SPECIMENS[name]

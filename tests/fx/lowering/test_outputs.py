@@ -286,6 +286,7 @@ def small() -> LanguageModel:
     return small_gpt2()
 
 
+@pytest.mark.slow
 def test_the_cache_of_keys_and_values_is_left_out(small: LanguageModel) -> None:
     model = small
     with model.trace("The Eiffel Tower") as tracer:

@@ -223,6 +223,7 @@ def test_a_seed_gives_the_same_draws_alone_and_in_a_batch(address: str) -> None:
     assert len(texts) > 1 and one in texts
 
 
+@pytest.mark.slow
 def test_draws_have_the_probabilities_of_the_model(address: str, model: Any) -> None:
     with torch.no_grad():
         logits = model._module(model.tokenizer("The", return_tensors="pt")["input_ids"]).logits[0, -1]

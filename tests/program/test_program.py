@@ -429,3 +429,33 @@ def test_random_numbers_are_those_of_an_ordinary_trace() -> None:
     before = torch.get_rng_state()
     assert "aten.normal_" in str(tracer.program)
     assert torch.equal(torch.get_rng_state(), before), "to look at a program draws no numbers"
+
+
+@pytest.mark.parametrize("where", [{"program": True}, {"remote": "local"}], ids=str)
+@pytest.mark.parametrize("around", [True, False], ids=["gradients", "no gradients"])
+def test_a_model_that_differentiates_sees_replacements(around: bool, where: dict[str, Any]) -> None:
+    class Force(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energy = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+            self.last = nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+                (change,) = torch.autograd.grad(force.sum(), x)
+            return self.last(force + change)
+
+    def edited(x: torch.Tensor, **where: Any) -> Any:
+        with model.trace(x, **where) as tracer:
+            model.energy[0].output = model.energy[0].output + 1
+            model.energy.output = model.energy.output ** 2
+            out = model.output.save()
+        return out, tracer
+
+    model, x, other = NNsight(Force()), torch.randn(3, 4), torch.randn(3, 4)
+    with torch.set_grad_enabled(around):
+        out, tracer = edited(x, **where)
+        torch.testing.assert_close(out, edited(x)[0])
+        torch.testing.assert_close(tracer.program.bind(model)(other)["out"], edited(other)[0])

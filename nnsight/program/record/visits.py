@@ -101,11 +101,22 @@ class Visit:
 
     def for_model(self, left: Any) -> Any:
         """Return the value that the block leaves, with the model's tensors in place of the block's own objects."""
+        if torch.is_grad_enabled():  # by the model, for a derivative of its own
+            left = self._with_gradients(left)
         if not self.own:
             return left
         if left is self.given and all(map(operator.is_, tensors_at(left), self.leaves)):
             return self.passed
         return pytree.tree_map(lambda leaf: self.own.get(id(leaf), leaf), left, is_leaf=is_batched_container)
+
+    def _with_gradients(self, left: Any) -> Any:
+        """Let autograd see replacements, which the block computes without it, as functions of the values that they replace."""
+        tied = {
+            id(new): new + old.sum() * 0
+            for old, new in zip(self.leaves, tensors_at(left), strict=True)
+            if isinstance(new, torch.Tensor) and new is not old and old.requires_grad and not new.requires_grad
+        }
+        return pytree.tree_map(lambda leaf: tied.get(id(leaf), leaf), left, is_leaf=is_batched_container) if tied else left
 
     def reads_of_known(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield each ``read`` of a tensor that blocks knew before the visit, with the model's tensor."""

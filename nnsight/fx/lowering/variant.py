@@ -255,8 +255,11 @@ class Variant:
         reason = _SHOWS_ALL
         try:
             fixed = frozenset({float})  # a float is the item of a tensor, and no border may separate the two
-            is_possible = Plan(self._prepared(run, None, fixed)).has_backward()  # copies would hide an error of autograd
-            how = (run, make_cuttable if is_possible else replace_unseen_edits, fixed)
+            plan = Plan(self._prepared(run, None, fixed))
+            rewrite: Pass = replace_unseen_edits
+            if plan.has_backward():  # copies would hide an error of autograd
+                rewrite = partial(make_cuttable, fakes={node.name: value for node, value in plan.values.items()})
+            how = (run, rewrite, fixed)
             tried = self._prepared(*how)
             if not mark_borders(tried.graph_module, run.placement.sharing, Plan(tried)):
                 return None

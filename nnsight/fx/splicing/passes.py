@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -92,7 +92,7 @@ def base_of(node: torch.fx.Node) -> torch.fx.Node:
 def _cloned(graph: torch.fx.Graph, node: torch.fx.Node, at: torch.fx.Node | None = None) -> torch.fx.Node:
     """Return a new node that clones the value of ``node``. It belongs to the place of ``at``, by default that of ``node``."""
     copied = graph.call_method("clone", (node,))
-    copied.meta = {**(at or node).meta, "example_value": _example(node)}
+    copied.meta = {**(at or node).meta, **{key: node.meta.get(key) for key in ("example_value", _FAKE)}}
     return copied
 
 
@@ -123,6 +123,10 @@ def copy_for_backward(graph_module: torch.fx.GraphModule, places: Sequence[tuple
         node.replace_input_with(source, copied)
     return _finished(graph_module, len(places))
 
+
+#: The key in ``node.meta`` of the value of a node in a run of the whole graph on fakes. Captured nodes and those of blocks have their
+#: ``example_value`` from different runs, if they have one, so its memory does not show whether they share memory.
+_FAKE = "nnsight_fake"
 
 #: For each in-place call, a call that computes the same value as a new tensor.
 _OUT_OF_PLACE: dict[Any, Any] = {
@@ -190,7 +194,9 @@ def _without_gradients(graph: torch.fx.Graph) -> set[torch.fx.Node]:
 
 
 def _example(node: torch.fx.Node) -> Any:
-    return node.meta.get("example_value")
+    """Return a fake of the value of ``node``, ``None`` if none is known."""
+    found = node.meta.get(_FAKE)
+    return node.meta.get("example_value") if found is None else found
 
 
 def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -212,9 +218,19 @@ def replace_unseen_edits(graph_module: torch.fx.GraphModule) -> torch.fx.GraphMo
     return _finished(graph_module, replaced)
 
 
-def make_cuttable(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """Rewrite the in-place edits of a graph that is cut for gradients, so that a border can stand before them."""
-    return edit_copies(replace_unseen_edits(graph_module))
+def make_cuttable(graph_module: torch.fx.GraphModule, fakes: Mapping[str, Any]) -> torch.fx.GraphModule:
+    """Rewrite the in-place edits of a graph that is cut for gradients, so that a border can stand before them.
+
+    ``fakes`` has the value of each node, by name, in one run of the graph on fakes. Their memory shows what is a view: ``hidden[:, 0]`` is
+    computed again from a copy of ``hidden``, but a result with memory of its own, such as ``hidden[:, index]``, is not.
+    """
+    replace_unseen_edits(graph_module)
+    for node in graph_module.graph.nodes:
+        node.meta[_FAKE] = fakes.get(node.name)
+    edit_copies(graph_module)
+    for node in graph_module.graph.nodes:
+        node.meta.pop(_FAKE, None)
+    return graph_module
 
 
 def run_passes(graph_module: torch.fx.GraphModule) -> tuple[torch.fx.GraphModule, tuple[PassRun, ...]]:
@@ -245,7 +261,7 @@ def _viewed(node: torch.fx.Node) -> torch.fx.Node | None:
     source = node.all_input_nodes[0]
     one, other = _example(node), _example(source)
     if isinstance(other, (tuple, list)):  # an item of several results: items of `chunk` are views, those of `topk` are not
-        return next((given for given in source.all_input_nodes if _share(one, given.meta.get("example_value"))), None)
+        return next((given for given in source.all_input_nodes if _share(one, _example(given))), None)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return source if _share(one, other) else None
     return source

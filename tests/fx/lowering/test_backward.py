@@ -263,3 +263,79 @@ def test_values_are_kept_in_a_tensor_that_was_made_before(backend: str, kept: st
     *found, report = run(nnsight.NNsight(net, compile={"backend": backend}), torch.zeros(3, 3, 4))
     torch.testing.assert_close(found, expected)
     assert not report.notes or kept == "attached", "it is compiled"
+
+
+def added_by_index(value: torch.Tensor) -> torch.Tensor:
+    value[..., torch.tensor([2, 0])] += 10.0
+    return value
+
+
+def multiplied_by_list(value: torch.Tensor) -> torch.Tensor:
+    value[:, [0, 1]] *= 3.0
+    return value
+
+
+def picked(value: torch.Tensor) -> torch.Tensor:
+    chosen = value[:, torch.tensor([2, 0])]
+    value[:, 0] = 5.0
+    value[:, 2] = 6.0
+    return chosen
+
+
+def picked_and_edited(value: torch.Tensor) -> torch.Tensor:
+    chosen = value[:, torch.tensor([2, 0])]
+    chosen.mul_(3.0)
+    value.mul_(2.0)
+    return chosen
+
+
+def converted(value: torch.Tensor) -> torch.Tensor:
+    other = value.double()
+    value.mul_(2.0)
+    value.add_(1.0)
+    return other.float()
+
+
+def copied_by_reshape(value: torch.Tensor) -> torch.Tensor:
+    other = value.t().reshape(-1)
+    other.mul_(3.0)
+    value.add_(1.0)
+    return other
+
+
+def viewed(value: torch.Tensor) -> torch.Tensor:
+    other = value.reshape(-1)[:4]
+    value.mul_(2.0)
+    other.add_(1.0)
+    return other
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "edit",
+    [
+        added_by_index,
+        multiplied_by_list,
+        picked,
+        picked_and_edited,
+        converted,
+        copied_by_reshape,
+        pytest.param(viewed, marks=pytest.mark.filterwarnings("ignore:In this compiled trace")),
+    ],
+)
+def test_what_is_computed_from_a_tensor_before_an_edit_in_place(edit: Any, backend: str) -> None:
+    torch.manual_seed(0)
+    net, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 4)), torch.randn(2, 4)
+
+    def run(compile: Any) -> list[torch.Tensor]:
+        model = nnsight.NNsight(net, compile=compile)
+        with model.trace(x):
+            value = model[0].output
+            computed = edit(value)
+            loss = model.output.pow(2).mean() + computed.pow(2).mean()
+            with loss.backward():
+                gradient = value.grad.clone()
+            found = [value.detach(), computed.detach(), loss.detach(), gradient].save()
+        return found
+
+    torch.testing.assert_close(run({"backend": backend}), run(False))

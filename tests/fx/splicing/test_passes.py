@@ -322,7 +322,7 @@ def test_edits_are_made_on_copies_before_which_a_graph_can_be_cut() -> None:
     module = torch.fx.GraphModule(torch.nn.Module(), builder.graph)
     x = torch.randn(2, 4, requires_grad=True)
     (expected,) = copy.deepcopy(module)(x)
-    (found,) = make_cuttable(module)(x)
+    (found,) = make_cuttable(module, {})(x)
     assert [node.target for node in module.graph.nodes].count("clone") == 2
     torch.testing.assert_close(found, expected)
     for one, other in zip(found, expected, strict=True):

@@ -94,6 +94,7 @@ class EventRecorder(TorchFunctionMode):
     demand: Callable[..., Any]
     compute_for_nested: Callable[[], None]
     _object: Callable[[Any], torch.Tensor]
+    _differentiates: bool
     call: Callable[..., Any]
 
     def __init__(self, graph: CapturedGraph, inputs: tuple[Any, ...], journal: Journal | None = None) -> None:
@@ -262,7 +263,7 @@ class EventRecorder(TorchFunctionMode):
             return Input(inputs.index(id(tensor)))
         if tensor.layout is not torch.strided:
             raise NotLowerableError(f"no graph can contain a tensor with layout {tensor.layout}")
-        source = self._input_behind(tensor)
+        source = None if self._differentiates else self._input_behind(tensor)
         if source is not None:
             return source
         with torch._C.DisableTorchFunction():  # the block does not make these calls
@@ -279,7 +280,8 @@ class EventRecorder(TorchFunctionMode):
     def _input_behind(self, tensor: torch.Tensor) -> ValueNumber | None:
         """Record ``tensor`` as a view of an input, if it is one that requires a gradient; return the value, or ``None``.
 
-        The view cannot be an external: AOTAutograd cannot lower a graph that edits an input and a view of it, if both are inputs.
+        The view cannot be an external: AOTAutograd cannot lower a graph that edits an input and a view of it, if both are inputs. But in a
+        block with a backward pass it must be one: the gradient of the block's tensor has no part from a view that is made again.
         """
         known = self.view_index.get(id(tensor))
         if known is not None:

@@ -238,3 +238,45 @@ def test_random_blocks(seeds: range) -> None:
         )
         for other in others:
             close(other, expected)
+
+
+def _unedited(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    return part
+
+
+def _edited(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    value.mul_(2.0)
+    return part
+
+
+def _edited_in_part(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    part.add_(1.0)
+    return value.sum(-1, keepdim=True) * part
+
+
+def _edited_without_gradients(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        part.mul_(2.0)
+    return part
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("edit", [_unedited, _edited, _edited_in_part, _edited_without_gradients])
+@pytest.mark.filterwarnings("ignore:In this compiled trace the graph up to `model.output` ran operation by operation")  # with an edit
+def test_a_view_from_before_a_cut_is_used_behind_it(edit: Any, backend: str) -> None:
+    module = net()
+
+    def run(compile: Any) -> list[torch.Tensor]:
+        model = NNsight(module, compile=compile)
+        with model.trace(X):
+            value = model[1].input
+            part = value[:, :2]
+            if value.sum() > 1e6:
+                part = part * 2
+            used = edit(value, part)
+            loss = (model.output - part).pow(2).sum() + used.sum()
+            with loss.backward():
+                found = [loss.detach(), part.grad.clone()].save()
+        return found
+
+    close(run({"backend": backend}), run(False))

@@ -312,7 +312,8 @@ class Plan:
                 found.append((node, written[0]))
             if not (written or _tensors(self.values.get(node))):
                 continue  # a size, or the output node
-            unused = {self.memory(source) for source in written} or {self.memory(node)}  # a view does not read values
+            # A view does not read values, nor do the views that `chunk`, `split` or `unbind` returns.
+            unused = {self.memory(source) for source in written} or set(map(memory_of, _tensors(self.values[node])))
             for source in node.all_input_nodes:
                 memory = self.memory(source)
                 if memory in self._outside and memory not in unused:

@@ -339,3 +339,31 @@ def test_what_is_computed_from_a_tensor_before_an_edit_in_place(edit: Any, backe
         return found
 
     torch.testing.assert_close(run({"backend": backend}), run(False))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "split", [lambda x: x.chunk(2, -1), lambda x: torch.split(x, [1, 3], -1), lambda x: x.unbind(0)], ids=["chunk", "split", "unbind"]
+)
+def test_items_of_an_input_that_is_split_are_edited(split: Any, backend: str) -> None:
+    class Scaling(torch.nn.Module):
+        def __init__(self, scales: bool) -> None:
+            super().__init__()
+            self.linear, self.scales = torch.nn.Linear(4, 4), scales
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.scales:
+                split(x)[0].mul_(3.0)
+            return self.linear(x)
+
+    torch.manual_seed(0)
+    net, x, given = Scaling(True), torch.randn(2, 4), torch.randn(2, 4)
+    torch.testing.assert_close(nnsight.NNsight(net, compile={"backend": backend})(x.clone()), net(x.clone()))
+    net, due = Scaling(False), given.clone()
+    model = nnsight.NNsight(net, compile={"backend": backend})
+    with model.trace(given):
+        split(model.linear.input)[1].mul_(2.0)
+        result = model.output.save()
+    split(due)[1].mul_(2.0)
+    torch.testing.assert_close(given, due)
+    torch.testing.assert_close(result, net(due))

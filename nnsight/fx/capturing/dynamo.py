@@ -13,6 +13,7 @@ import itertools
 import re
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -167,7 +168,13 @@ def kept_guards(chosen: Callable[..., Any] | None, guards: Sequence[Any]) -> lis
 
     The guards on intercepted calls, many for each module, are dropped because they always hold: the function belongs to one version of the
     tree, and the interception of this version is installed for each call.
+
+    Dynamo builds the guards once for this filter and once more after it, and compares the objects of both times with ``==``. For a NumPy
+    array these are two new tensors, whose comparison has no truth value. So the first ones are forgotten here.
     """
+    for guard in guards:
+        if isinstance(made := guard.orig_guard.obj_weakref, weakref.ref) and isinstance(made(), torch.Tensor):
+            guard.orig_guard.obj_weakref = None
     kept = [True] * len(guards) if chosen is None else list(chosen(guards))
     return [keep and not _is_ours(guard.name) for keep, guard in zip(kept, guards, strict=True)]
 

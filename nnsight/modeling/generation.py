@@ -34,10 +34,10 @@ class _LengthReached(BaseException):
 
 
 def _configured(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that determine the size of the output: the given ones, or else those of the model."""
+    """Return the options that determine the size of the output, and whether it has a cache: the given ones, or else those of the model."""
     own = getattr(module, "generation_config", None)
     given = kwargs.get("generation_config") or own
-    names = ("num_beams", "return_dict_in_generate", "num_return_sequences", "max_new_tokens", "max_length")
+    names = ("num_beams", "return_dict_in_generate", "num_return_sequences", "max_new_tokens", "max_length", "use_cache")
     found = {name: kwargs.get(name, getattr(given, name, None)) for name in names}
     return {**found, "num_beams": found["num_beams"] or 1}
 
@@ -62,7 +62,7 @@ def _with_static_cache(module: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     if (
         kwargs.get("cache_implementation") != "static"
         or any(kwargs.get(name) is not None for name in instead)
-        or kwargs.get("use_cache") is False
+        or config["use_cache"] is False  # of the call, or of the model: MPT
         or config["num_beams"] != 1
         or getattr(module.config, "is_encoder_decoder", False)
         or ids is None

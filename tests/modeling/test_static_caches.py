@@ -39,6 +39,18 @@ def test_generations_are_those_of_transformers(family: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("family", ["mpt", "llama"])
+def test_a_model_that_is_configured_without_a_cache_gets_none(family: str) -> None:
+    net: Any = specimens()[family].build()  # MPT has no cache by default
+    net.generation_config.use_cache = False
+    given = ids(2, 5)
+    expected = net.generate(given, attention_mask=torch.ones_like(given), **STATIC)
+    with LanguageModel(net).generate(given, **STATIC) as tracer:
+        found = tracer.result.save()
+    assert torch.equal(found, expected)
+
+
+@torch.no_grad()
 @pytest.mark.filterwarnings("ignore:Using the model-agnostic default `max_length`")
 @pytest.mark.parametrize("length", [3, 25])
 @pytest.mark.parametrize("options", [{}, {"max_length": 30}, {"max_new_tokens": 3, "max_cache_len": 64}], ids=["default", "length", "room"])

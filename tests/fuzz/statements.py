@@ -131,6 +131,12 @@ w.matrix.T[0] = w.vector
 if w.kept and w.kept[-1].is_floating_point(): w.kept[-1].add_(1.0)
 with torch.no_grad(): T.mul_(w.number)
 functools.partial(torch.Tensor.add_, T, alpha=2)(w.vector)
+T[..., [2, 0]] += w.number
+T[:, [0, -1]] *= V[:, [0, -1]]
+w.kept.append(T[..., [2, 0]]); T.mul_(2.0)
+w.kept.append(T.double()); T.add_(1.0)
+w.kept.append(T.transpose(1, 2).reshape(-1)); T.mul_(0.5)
+w.kept.append(T.split([1, 3], -1)[0]); T.split([1, 3], -1)[1].mul_(0.5)
 """.strip().splitlines()
 
 #: Statements that need a value, so that a compiled graph is cut.

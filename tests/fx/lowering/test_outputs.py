@@ -340,3 +340,55 @@ def test_a_trace_that_saves_nothing_extra_takes_no_more_memory() -> None:
     for function in (steer, steer, call, call):
         function()
     assert 0 < tensor_peak(steer) <= 1.02 * tensor_peak(call)
+
+
+def _edited_then_viewed(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with model.trace(x):
+        model.input.mul_(2)
+        view = model.input.transpose(0, 1).save()
+        model.output.save()
+    return view, x.transpose(0, 1)
+
+
+def _viewed_then_edited(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with model.trace(x):
+        view = model.input.chunk(2, -1)[1].save()
+        model.input.add_(1)
+        model.output.save()
+    return view, x[:, 3:]
+
+
+def _from_outside(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad(), model.trace(torch.ones(3, 6)):
+        result = model.output
+        x += result
+        view = x.T.unsqueeze(0).save()
+    return view, x.T[None]
+
+
+def _perhaps_copied(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    due = x.reshape(-1)
+    with model.trace(x):
+        found = model.input.reshape(-1).save()
+        model.input.mul_(2)
+        model.output.save()
+    return found, due
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("block", [_edited_then_viewed, _viewed_then_edited, _from_outside, _perhaps_copied])
+def test_views_of_edited_inputs_wherever_these_are_in_memory(block: Any, backend: str) -> None:
+    def tensors() -> list[torch.Tensor]:
+        whole = torch.arange(36.0)
+        return [whole[:18].view(3, 6), whole[6:24].view(3, 6), whole.view(3, 12)[:, :6], whole[18:].view(3, 6)]
+
+    net = torch.nn.Linear(6, 6)
+    for first in range(3):
+        model = NNsight(net, compile={"backend": backend})
+        block(model, tensors()[first])
+        for number in range(4):
+            x = tensors()[number]
+            found, due = block(model, x)
+            assert torch.equal(found, due)
+            memory, *shared = (one.untyped_storage()._cdata for one in (x, found, due))
+            assert shared[0] == shared[1] or memory not in shared

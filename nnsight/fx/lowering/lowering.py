@@ -26,7 +26,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial, reduce
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -36,9 +36,10 @@ from ...runtime.switching.mode_stacks import without_function_modes
 from ...runtime.switching.modes import thread_state
 from .. import progress
 from ..counters import counters
-from ..effects import Kind, Memory, edited, kind_of, name_of
+from ..effects import Kind, Memory, kind_of
 from ..torch_compat import TracingContext, cache_counts, generated_code_in, lowering, static_fake, tracing
 from .backends import BackendCallable, makes_cuda_graphs, without_fusion
+from .given_results import drop_given_results, edited_tensor, with_given_results
 from .symbols import Symbols, copied
 
 #: A function that takes its inputs in a list, and may empty the list.
@@ -303,7 +304,7 @@ def prepare(
 def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     """Lower a graph with ``backend``."""
     symbols, graph_module = prepared.symbols, prepared.graph_module
-    given = _drop_returned_inputs(graph_module)
+    given = drop_given_results(graph_module)
     if prepared.placement.sharing:
         backend = run_as_is if _may_mix_up_results(graph_module.graph) else without_fusion(backend)
     # The operations of the graph are those that the function modes of the user have already seen and changed.
@@ -315,80 +316,8 @@ def lower_prepared(prepared: Prepared, backend: BackendCallable) -> Lowered:
     counters.add("compiles" if compiles else "loads")
     node_by_node = isinstance(getattr(lowered, "__self__", lowered), torch.fx.GraphModule)
     function = InOwnMemory(lowered) if makes_cuda_graphs(backend) else lowered
-    function = _with_inputs_returned(function, given) if given else function
+    function = with_given_results(function, given) if given else function
     return Lowered(function, symbols.conditions(), symbols.symbols, compiles, prepared.placement, node_by_node=node_by_node)
-
-
-class _Given(NamedTuple):
-    """A result of a graph that the caller makes from an input: the position of the input, and the calls that return a view of it."""
-
-    input: int
-    views: tuple[Callable[[Any], Any], ...] = ()
-
-
-def _drop_returned_inputs(graph_module: torch.fx.GraphModule) -> dict[int, _Given]:
-    """Remove inputs, edited or not, and views of edited inputs from the results of a graph: the caller has them, or makes them.
-
-    Ahead-of-time autograd mixes up the results of a graph that returns an edited input and also edits another one that requires a gradient.
-    It makes views of edited inputs from the sizes, strides and storage offset of the tensors that the graph was lowered with.
-
-    Returns:
-        For the position of each removed result, how the caller makes it.
-    """
-    graph = graph_module.graph
-    inputs = {node: position for position, node in enumerate(graph.find_nodes(op="placeholder"))}
-    output = graph.output_node()
-    changed = {_origin(node)[0] for node in graph.nodes if edited(node) is not None}
-    reshaped = any(name_of(node) in _CHANGING_SHAPES for node in graph.nodes)
-    returned, given = [], {}
-    for position, node in enumerate(output.args[0]):  # type: ignore[arg-type]
-        source, views = _origin(node) if isinstance(node, torch.fx.Node) else (node, ())
-        example = source.meta.get("example_value") if source in inputs else None
-        can_be_made = not views or (source in changed and not reshaped and _is_view(example, views))
-        if isinstance(example, torch.Tensor) and can_be_made:
-            given[position] = _Given(inputs[source], views)
-        else:
-            returned.append(node)
-    if given:
-        output.args = (tuple(returned),)
-        graph.lint()
-        graph_module.recompile()
-    return given
-
-
-#: Methods that change the sizes or strides of a tensor in place, so that a view that was made before is not one of the same sizes later.
-_CHANGING_SHAPES = frozenset("as_strided_ resize_ resize_as_ set_ squeeze_ swapaxes_ swapdims_ t_ transpose_ unsqueeze_".split())
-
-
-def _origin(node: torch.fx.Node) -> tuple[torch.fx.Node, tuple[Callable[[Any], Any], ...]]:
-    """Return the tensor of which ``node`` is, or may be, a view, before any edits in place, and the calls that make this view, in order."""
-    views: list[Callable[[Any], Any]] = []
-    while True:
-        node = _edited_tensor(node)
-        sources = node.all_input_nodes
-        if kind_of(node) not in (Kind.VIEW, Kind.READ) or len(sources) != 1 or node.args[:1] != (sources[0],):
-            return node, tuple(reversed(views))
-        views.append(partial(_called, node.target, node.args[1:], node.kwargs))
-        node = sources[0]
-
-
-def _called(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any) -> Any:
-    return (getattr(value, target) if isinstance(target, str) else partial(target, value))(*args, **kwargs)
-
-
-def _is_view(example: Any, views: tuple[Callable[[Any], Any], ...]) -> bool:
-    """Whether ``views`` return a view of ``example``, a fake tensor without a gradient. A ``reshape`` may return a copy."""
-    if not isinstance(example, torch.Tensor) or example.requires_grad:
-        return False
-    viewed = reduce(lambda value, view: view(value), views, example)
-    return isinstance(viewed, torch.Tensor) and viewed.untyped_storage()._cdata == example.untyped_storage()._cdata
-
-
-def _edited_tensor(node: torch.fx.Node) -> torch.fx.Node:
-    """Return the node that computed the tensor that ``node`` returns, before any edits in place."""
-    while (source := edited(node)) is not None:
-        node = source
-    return node
 
 
 def _may_mix_up_results(graph: torch.fx.Graph) -> bool:
@@ -401,26 +330,13 @@ def _may_mix_up_results(graph: torch.fx.Graph) -> bool:
     returned = graph.output_node().all_input_nodes
     if any(map(memory.is_input, returned)):
         return True
-    sources = map(_edited_tensor, returned)
+    sources = map(edited_tensor, returned)
     return torch.is_grad_enabled() and any(node.op != "placeholder" and kind_of(node) is not Kind.NEW for node in sources)
 
 
 def run_as_is(graph_module: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """A backend that compiles nothing: the nodes run one by one."""
     return graph_module.forward
-
-
-def _with_inputs_returned(function: Callable[..., Any], given: dict[int, _Given]) -> Callable[..., Any]:
-    """Return a function that also returns the results that :func:`_drop_returned_inputs` has removed."""
-
-    def with_inputs(*inputs: Any) -> list[Any]:
-        results = list(function(*inputs))
-        with torch._C.DisableTorchFunction():  # function modes of the user have seen these views already
-            for position, (source, views) in sorted(given.items()):
-                results.insert(position, reduce(lambda value, view: view(value), views, inputs[source]))
-        return results
-
-    return with_inputs
 
 
 def _inline_numbers(graph_module: torch.fx.GraphModule, numbers: Sequence[Any], fixed: Collection[type]) -> None:

@@ -375,8 +375,26 @@ def _perhaps_copied(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     return found, due
 
 
+def _by_sizes(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with model.trace(x):
+        value = model.input
+        value.mul_(2)
+        view = value.view_as(value)[: value.shape[0] - 1].T.save()
+        model.output.save()
+    return view, x[:2].T
+
+
+def _by_list(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with model.trace(x):
+        value = model.input
+        value.mul_(2)
+        found = value[[0, 1]].save()
+        model.output.save()
+    return found, x[[0, 1]]
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("block", [_edited_then_viewed, _viewed_then_edited, _from_outside, _perhaps_copied])
+@pytest.mark.parametrize("block", [_edited_then_viewed, _viewed_then_edited, _from_outside, _perhaps_copied, _by_sizes, _by_list])
 def test_views_of_edited_inputs_wherever_these_are_in_memory(block: Any, backend: str) -> None:
     def tensors() -> list[torch.Tensor]:
         whole = torch.arange(36.0)

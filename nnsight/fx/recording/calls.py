@@ -63,7 +63,7 @@ class CallRecorder(EventRecorder):
             return self.transformed(function, args, kwargs)
         if self.random and draws(function, kwargs):
             return self.call(function, args, on_default_device(function, kwargs))
-        if LazyTensor in types:
+        if LazyTensor in types or (getattr(function, "__name__", "") == "__set__" and isinstance(args[-1], LazyTensor)):  # `x.data = lazy`
             return self.call(function, args, kwargs)
         edits = edits_in_place(function)
         if (edits or self.used or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):

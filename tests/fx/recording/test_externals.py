@@ -255,3 +255,16 @@ def test_an_input_and_a_view_of_it_are_edited() -> None:
         torch.testing.assert_close(found, expected)
         assert tracer.report.notes == [], "everything is lowered"
     assert (fx.counters.captures, fx.counters.compiles) == (0, 0)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_value_of_the_model_becomes_the_data_of_a_tensor_from_outside(backend: str) -> None:
+    net = torch.nn.Linear(4, 4)
+    model = NNsight(net, compile={"backend": backend})
+    for x in (torch.ones(3, 4), torch.zeros(3, 4)):
+        given, expected = torch.ones(2, 2), net(x).detach()
+        with torch.no_grad(), model.trace(x) as tracer:
+            given.data = model.output
+            doubled = (given * 2).save()
+        assert torch.equal(given, expected) and torch.equal(doubled, expected * 2)
+        assert len(tracer.report.breaks) == 1

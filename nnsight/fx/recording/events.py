@@ -325,14 +325,16 @@ class EventRecorder(TorchFunctionMode):
         leaves: list[Any] = []
         fresh: list[torch.Tensor] = []
         edited = call.args[0] if call.args and edits_in_place(call.function) else None
-        # An edit of a tensor from outside that may add a gradient makes a new value: only values have a flag before the graph has run.
-        own = self.fake_of(edited) if isinstance(edited, (Input, External)) and follows is False else None
+        # The result may be a tensor from outside itself, as that of `x.float()` and of edits. But an edit that may add a gradient makes a
+        # new value: only values have a flag before the graph has run.
+        given = references(call) if edited is None else [edited] if follows is False else []
+        own = {id(self.fake_of(reference)): reference for reference in given if isinstance(reference, (Input, External))}
         for _, leaf in flat:
             if not isinstance(leaf, torch.Tensor):
                 leaves.append((leaf,))
                 continue
-            if leaf is own:
-                leaves.append(edited)
+            if id(leaf) in own:
+                leaves.append(own[id(leaf)])
                 continue
             known = next((index for index, fake in enumerate((*self.fakes, *fresh)) if fake is leaf), None)
             if known is None:

@@ -280,3 +280,20 @@ def test_a_view_from_before_a_cut_is_used_behind_it(edit: Any, backend: str) -> 
         return found
 
     close(run({"backend": backend}), run(False))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("same", [torch.Tensor.float, torch.Tensor.contiguous, torch.Tensor.cpu, lambda x: x.to(x.dtype), lambda x: x.real])
+def test_an_input_that_a_call_returns_itself_has_the_gradient_of_both_names(same: Any, backend: str) -> None:
+    def run(compile: Any) -> list[Any]:
+        model = NNsight(net().requires_grad_(False), compile=compile)
+        with model.trace(X):
+            value = model[0].input
+            other = same(value)
+            value.requires_grad_()
+            loss = other.pow(2).sum() + model.output.sum()
+            with loss.backward():
+                found = [value.grad.clone(), other.requires_grad].save()
+        return found
+
+    close(run({"backend": backend}), run(False))

@@ -412,9 +412,9 @@ def build(spec: Spec, ids: bool = False, returns: str = "tensor", by_hand: bool 
         return Net(_part(spec, by_hand), ids, returns).eval()
 
 
-def make_input(ids: bool, batch: int, length: int, seed: int, before: int = 0) -> torch.Tensor:
-    """Return an input of the given sizes. In its memory there are ``before`` rows before it."""
+def make_input(ids: bool, batch: int, length: int, seed: int) -> torch.Tensor:
+    """Return an input of the given sizes."""
     generator = torch.Generator().manual_seed(seed)
     if ids:
-        return torch.randint(0, VOCABULARY, (before + batch, length), generator=generator)[before:]
-    return torch.randn(before + batch, length, WIDTH, generator=generator)[before:]
+        return torch.randint(0, VOCABULARY, (batch, length), generator=generator)
+    return torch.randn(batch, length, WIDTH, generator=generator)

@@ -81,9 +81,8 @@ def drop_given_results(graph_module: torch.fx.GraphModule) -> dict[int, Given]:
     for place, node in enumerate(output.args[0]):  # type: ignore[arg-type]
         source, views = _origin(node, inputs) if isinstance(node, torch.fx.Node) else (None, ())
         given = Given(inputs[source], views) if source in inputs else None
-        if given is None or not isinstance(examples[given.position], torch.Tensor):
-            returned.append(node)
-        elif not views or (source in changed and not reshaped and _is_view(given, examples)):
+        is_tensor = given is not None and isinstance(examples[given.position], torch.Tensor)
+        if given and is_tensor and (not views or (source in changed and not reshaped and _is_view(given, examples))):
             found[place] = given
         else:
             returned.append(node)

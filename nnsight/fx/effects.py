@@ -64,6 +64,9 @@ _EDITING = frozenset(
 #: Operators that share memory with their arguments without saying so in their schema.
 _SHARING = frozenset("_unsafe_view unsafe_split unsafe_split_with_sizes unsafe_chunk lift _reshape_alias".split())
 
+#: Composite operators that return a view of their first argument in any case. Others may copy, as ``reshape`` does.
+_VIEWS = frozenset("expand_as moveaxis movedim mT narrow swapaxes swapdims unflatten view_as".split())
+
 #: Operators that may fail because of values, or that check their arguments more strictly on real tensors than on fakes.
 FAILING = frozenset(
     "assert_async bernoulli binary_cross_entropy bincount binomial cholesky cholesky_inverse cholesky_solve cross_entropy embedding "
@@ -92,12 +95,8 @@ _FUNCTIONAL = frozenset(
 
 #: Arguments that can give a function further effects, and the values with which they do not.
 _SWITCHES: dict[str, tuple[Any, ...]] = {
-    "out": (None,),
+    **dict.fromkeys(("out", "max_norm", "generator", "running_mean", "running_var"), (None,)),
     "inplace": (False,),
-    "max_norm": (None,),
-    "generator": (None,),
-    "running_mean": (None,),
-    "running_var": (None,),
 }
 
 #: Names of random functions. Once one is recorded, or the model has drawn numbers, all later ones are recorded, so that they draw in order.
@@ -197,9 +196,8 @@ def _kind_of_target(target: Any) -> Kind:
     name, module = getattr(target, "__name__", ""), _MODULES.get(getattr(target, "__module__", None) or "")
     if name in _FUNCTIONAL and getattr(torch.nn.functional, name, None) is target:
         module = torch.nn.functional
-    if module is None or getattr(module, name, None) is not target:
-        return Kind.EFFECT
-    return _kind_of_overloads(getattr(torch.ops.aten, name, None))
+    is_operator = module is not None and getattr(module, name, None) is target
+    return _kind_of_overloads(getattr(torch.ops.aten, name, None)) if is_operator else Kind.EFFECT
 
 
 def overloads_of(operator: Any) -> list[torch._ops.OpOverload]:
@@ -234,6 +232,8 @@ def _kind_of_overload(overload: Any) -> Kind | None:
         return Kind.RANDOM
     if name in _NEW:
         return Kind.NEW
+    if name in _VIEWS:
+        return Kind.VIEW
     if composite or name in _SHARING:
         return Kind.READ
     shares = any(returned.alias_info is not None for returned in schema.returns)

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..shared_changes import SharedChange
 from ..tracing import Tracer
@@ -33,6 +32,7 @@ from ..tracing.source import calls_for_with
 from .errors import ReplacementShapeError
 from .interleaver import Interleaver, active_interleaver
 from .mediator import Mediator
+from .rows.gradient_sources import Source, source_of
 
 _lock = threading.Lock()
 
@@ -49,15 +49,15 @@ class Gradient:
     @property
     def grad(self) -> Any:
         """The gradient of the loss with respect to the tensor, with the tensor's shape and dtype."""
-        return self._mediator().request_once(self._offer())
+        location, source = self._offer()
+        return source.part(self._mediator().request_once(location))
 
     @grad.setter
     def grad(self, value: Any) -> None:
         mediator = self._mediator()
         check_gradient(self._tensor, value)
-        location = self._offer()
-        mediator.request_once(location)
-        mediator.swap_here(value)
+        location, source = self._offer()
+        mediator.swap_here(source.put(mediator.request_once(location), value))
 
     @staticmethod
     def _mediator() -> Mediator:
@@ -66,9 +66,10 @@ class Gradient:
             raise ValueError("`.grad` of a backward block was read after the block had ended.")
         return run.current
 
-    def _offer(self) -> str:
-        """Register a hook that offers the gradient during the backward pass; return the gradient's location."""
-        run, tensor = active_interleaver(), gradient_source(self._tensor)
+    def _offer(self) -> tuple[str, Source]:
+        """Register a hook that offers the gradient during the backward pass; return the gradient's location and source."""
+        run, source = active_interleaver(), source_of(self._tensor)
+        tensor = source.tensor
         assert isinstance(run, _BackwardInterleaver)
         known = run.locations.get(id(tensor))
         # `locations` also holds the tensor, so that its id is not reused.
@@ -82,61 +83,7 @@ class Gradient:
             run.check_flows_through(tensor)
             run.locations[id(tensor)] = tensor, location
             run.hooks.append(tensor.register_hook(lambda gradient: run.offer_gradient(location, gradient)))
-        return location
-
-
-#: Results of compiled graphs: the tensor that autograd knows in place of each, or its version if autograd lacks a part of its gradient.
-_gradient_sources = WeakIdKeyDictionary()
-
-
-def share_gradient(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Let ``tensor.grad`` be the gradient of ``other``. The user holds ``tensor``, which is a view of ``other``."""
-    _gradient_sources[tensor] = other
-
-
-def refuse_gradient(tensor: torch.Tensor) -> None:
-    """Make ``tensor.grad`` an error until ``tensor`` is edited in place, because autograd would compute only a part of the gradient."""
-    _gradient_sources[tensor] = tensor._version
-
-
-def gradient_source(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in the autograd graph that has the whole gradient of ``tensor``.
-
-    Raises:
-        ValueError: If a compiled graph hides a part of the gradient from autograd.
-    """
-    other = _gradient_sources.get(tensor, tensor)
-    if isinstance(other, int):
-        if other != tensor._version:  # edited in place since then, so no result of the graph depends on the present version
-            return tensor
-        raise ValueError(
-            "The gradient of this tensor cannot be computed: a compiled graph has returned it together with results that depend on "
-            "it, and autograd does not know of this dependence. Call `.requires_grad_()` on the tensor in the trace, where you read "
-            "it, or use `trace(..., compile=False)`."
-        )
-    return other if other.requires_grad else tensor
-
-
-#: Functions that torch shows to modes, and that are about the gradient of a tensor.
-_ABOUT_GRADIENTS = frozenset({torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad})
-
-
-def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a torch function. If it is about the gradient of a tensor, it gets the tensor that autograd knows in place of it."""
-    if function not in _ABOUT_GRADIENTS:
-        return function(*args, **kwargs)
-    if function is torch.autograd.grad:
-        return function(args[0], tuple(map(gradient_source, args[1])), *args[2:], **kwargs)
-    tensor, source = args[0], gradient_source(args[0])
-    if function is torch.Tensor.register_hook:
-        return function(source, *args[1:], **kwargs)
-    if source is not tensor:
-
-        def keep(gradient: torch.Tensor) -> None:
-            tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
-
-        source.register_hook(keep)
-    return function(tensor)
+        return location, source
 
 
 def gradient_of(value: Any) -> Any:
@@ -285,7 +232,7 @@ def differentiate(
     """
 
     def flow() -> None:
-        inputs = [known for tensor in tensors if (known := gradient_source(tensor)).requires_grad]
+        inputs = [known for tensor in tensors if (known := source_of(tensor).tensor).requires_grad]
         if inputs:
             torch.autograd.grad(loss, inputs, gradient, allow_unused=True, **how)
 

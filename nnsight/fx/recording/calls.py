@@ -14,7 +14,8 @@ from torch._subclasses import fake_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils import _pytree as pytree
 
-from ...runtime import gradients
+from ...runtime.rows.gradient_sources import call as call_torch
+from ...runtime.rows.gradient_sources import share_rows
 from ...runtime.switching.mode_stacks import ModeStacks
 from ...tracing.saving import keep_mark
 from ..block_events import Call, ValueNumber
@@ -68,7 +69,7 @@ class CallRecorder(EventRecorder):
         edits = edits_in_place(function)
         if (edits or self.used or self.used_storages) and function not in METADATA and self._touches_graph(args, kwargs, edits):
             return self.call(function, args, kwargs)
-        result = gradients.call(function, args, kwargs)
+        result = call_torch(function, args, kwargs)
         self.note_exported(function, result)
         if self.journal is not None and self.run.current is not None:  # a block calls it, not the interleaver
             self.journal.outside(function, args, kwargs, result)
@@ -151,9 +152,12 @@ class CallRecorder(EventRecorder):
             args, kwargs = self._with_values(args, kwargs)
             if not any(isinstance(leaf, LazyTensor) for leaf in pytree.tree_leaves((args, kwargs))):
                 with torch._C.DisableTorchFunctionSubclass():
-                    return gradients.call(function, args, kwargs)
+                    return call_torch(function, args, kwargs)
         if self.closed:
             raise RuntimeError(NEVER_COMPUTED)
+        if function is share_rows:
+            self.note_rows(*args)
+            return None
         if function in SPECIAL:
             handled, result = self._answer(function, args, kwargs)
             if handled:

@@ -13,9 +13,10 @@ import torch
 from torch._C import _len_torch_function_stack
 from torch.utils import _pytree as pytree
 
-from ...runtime import gradients
 from ...runtime.interleaver import Interleaver
 from ...runtime.report import Break, Report
+from ...runtime.rows.gradient_sources import call as call_torch
+from ...runtime.rows.gradient_sources import refuse_gradient, share_gradient, share_rows
 from ...runtime.switching.mode_stacks import unseen
 from ...tracing.block import Block
 from ...tracing.saving import saves
@@ -125,7 +126,7 @@ class PieceRunner(CallRecorder):
             self.cut(reason or f"`{name}` needs a concrete value", instead_of(name), self.grad_enabled and name in ABOUT_BACKWARD)
         if self.filled:
             args, kwargs = pytree.tree_map(real_of, (args, kwargs))
-        result = gradients.call(function, args, kwargs)
+        result = call_torch(function, args, kwargs)
         self.note_exported(function, result)
         return result
 
@@ -258,8 +259,9 @@ class PieceRunner(CallRecorder):
             The numbers of the values that became real tensors, and the value of each captured node (or constant) in ``wanted``. If
             ``wanted`` are the outputs of the model and nobody sees them, stand-ins.
         """
-        alive = tuple(index for index in range(len(self.lazies)) if self.held(index) is not None)
         observed = self.grad_enabled and (observed or self._differentiates)
+        held_rows = self._rows_with_wholes(observed or cut is not None)
+        alive = tuple(index for index in range(len(self.lazies)) if self.held(index) is not None)
         # The length of `wanted` is part of the key: a stopped trace wants nothing, a cut one the inputs of the rest of the graph.
         unseen = wanted is self.graph.outputs and self._is_output_unseen()
         key = (stop, alive, -1 if unseen else len(wanted), observed)
@@ -287,8 +289,27 @@ class PieceRunner(CallRecorder):
             computed = run_lowered(self.report, ran, arguments)
         self.failed_to_run = False
         self._fill(alive, computed, variant.positions, lowered.partial, taken)
+        for given, whole, *place in held_rows:
+            if whole is not None:
+                share_rows(given, whole, *place)
+            elif given.requires_grad:
+                refuse_gradient(given)
         refuse_edited(arguments, lowered.partial)
         return alive, self.graph.stand_ins(self.binding) if variant.unseen else variant.deliver(computed, self.inputs, self.externals)
+
+    def _rows_with_wholes(self, observed: bool) -> list[tuple[Any, ...]]:
+        """Return the rows of invokes that the block holds, each with its whole tensor, group and place, see :meth:`note_rows`.
+
+        A whole tensor becomes a result of the graph only if gradients may be requested before the run ends. Otherwise it is ``None``.
+        """
+        if not self.grad_enabled:
+            return []
+        found: list[tuple[Any, ...]] = []
+        for index, (whole, *place) in self.rows.items():
+            given = self.held(index)
+            if given is not None:
+                found.append((given, whole if isinstance(whole, torch.Tensor) else self.lazy(whole) if observed else None, *place))
+        return found
 
     def _taker(self, alive: tuple[int, ...], positions: dict[int, int], taken: set[int]) -> Take:
         """Return a function that turns the lazy tensors ``alive`` into results while the graph runs, and adds their ids to ``taken``."""
@@ -339,9 +360,9 @@ class PieceRunner(CallRecorder):
             if become(lazy, real):
                 held.add(id(lazy))
                 if positions[index] in partial and lazy.requires_grad:
-                    gradients.refuse_gradient(lazy)
+                    refuse_gradient(lazy)
                 elif known is not real and known.requires_grad:
-                    gradients.share_gradient(lazy, known)
+                    share_gradient(lazy, known)
             else:
                 self.filled.append(lazy)
 
@@ -357,7 +378,7 @@ def refuse_edited(arguments: Sequence[Any], partial: frozenset[int]) -> None:
     """Refuse gradients of the arguments of a graph that it has edited, at the places ``~n`` among ``partial``: they are incomplete."""
     for place in partial:
         if place < 0 and isinstance(arguments[~place], torch.Tensor) and arguments[~place].requires_grad:
-            gradients.refuse_gradient(arguments[~place])
+            refuse_gradient(arguments[~place])
 
 
 def _mentions_backward(block: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ...runtime import gradients
+from ...runtime.rows.gradient_sources import share_gradient
 
 
 class LazyTensor(torch.Tensor):
@@ -92,7 +92,7 @@ def become(lazy: LazyTensor, real: torch.Tensor, early: bool = False) -> bool:
             with contextlib.suppress(RuntimeError):
                 torch.utils.swap_tensors(lazy, real.view_as(real) if share else real)
                 if share and real.requires_grad:
-                    gradients.share_gradient(lazy, real)
+                    share_gradient(lazy, real)
                 if len(attributes) > len(_ATTRIBUTES):  # keep the attributes that the block has set
                     lazy.__dict__.update({name: value for name, value in attributes.items() if name not in _ATTRIBUTES})
                 return True

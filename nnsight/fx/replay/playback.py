@@ -19,8 +19,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from ...runtime import gradients
 from ...runtime.report import Report
+from ...runtime.rows.gradient_sources import refuse_gradient, share_gradient
 from ...tracing.saving import saves
 from ..block_events import Call, State
 from ..effects import RANDOM
@@ -196,11 +196,11 @@ class Playback:
             if id(real) in held:  # referred to elsewhere, so the block gets a new object, as a lazy tensor would be
                 shared, real = real, real.view_as(real)
                 if shared.requires_grad:
-                    gradients.share_gradient(real, shared)
+                    share_gradient(real, shared)
             held.add(id(real))
             if position in partial and real.requires_grad:
                 real = real.view_as(real)  # as in a recording
-                gradients.refuse_gradient(real)
+                refuse_gradient(real)
             self._values[index] = real
         refuse_edited(arguments, partial)
         return graph.stand_ins(binding) if variant.unseen else variant.deliver(computed, inputs, externals)

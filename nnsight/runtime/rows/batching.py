@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from ..batched_containers import is_batched_container, on_tensors, write_back
 from ..errors import ReplacementShapeError, structure_message
 from .batch_axes import FIRST, BatchDims, Rows
+from .gradient_sources import share_rows
 
 
 class RowSequence:
@@ -82,6 +83,27 @@ class BatchGroup:
         taken = rows.merge(split.narrow(dim, self.start, self.size), added)
         return taken.clone() if self.share_memory(tensor, rows) else taken
 
+    def give(self, tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return the rows of this group for a block: those of :meth:`take`, whose gradient is part of that of ``tensor``."""
+        given = self.take(tensor, rows)
+        if torch.is_grad_enabled() and not self.is_copied(tensor, rows):
+            share_rows(given, tensor, self, rows)
+        return given
+
+    def must_be_put(self, tensor: torch.Tensor, rows: Rows, given: torch.Tensor) -> bool:
+        """Whether the model must continue with ``given``, the rows of this group, although the block did not replace them.
+
+        So it is if they are a copy, or require a gradient that ``tensor`` does not require. Otherwise the model keeps ``tensor``, which
+        may have other names in the model, and has the gradient of the rows.
+        """
+        with torch._C.DisableTorchFunction():  # a recorded block has the same tensors in both, or the graph was cut
+            gained = torch.is_grad_enabled() and given.requires_grad and not tensor.requires_grad
+        return gained or self.is_copied(tensor, rows)
+
+    def is_copied(self, tensor: torch.Tensor, rows: Rows) -> bool:
+        """Whether the rows of this group in ``tensor`` are a copy, because they are scattered or share memory."""
+        return rows.scattered or self.share_memory(tensor, rows)
+
     def share_memory(self, tensor: torch.Tensor, rows: Rows) -> bool:
         """Whether all rows are in the same memory, as in ``x.expand(rows, -1)``: an edit of one in place would edit the others."""
         if self.total == 1 or tensor.layout is not torch.strided:
@@ -130,7 +152,7 @@ class View:
             if isinstance(leaf, torch.Tensor):
                 rows = group.rows_of(leaf, place)
                 if id(leaf) not in taken or taken[id(leaf)][0] != rows:
-                    taken[id(leaf)] = rows, leaf if rows is None else group.take(leaf, rows)
+                    taken[id(leaf)] = rows, leaf if rows is None else group.give(leaf, rows)
                 kept = taken[id(leaf)][1]
                 given.append(kept)
             elif is_batched_container(leaf):
@@ -170,7 +192,7 @@ class View:
         for index, (given, new) in enumerate(zip(self._given, left_leaves, strict=True)):
             whole, rows = leaves[index], self._rows[index]
             if rows is not None:
-                if given is not new or _must_be_put(self._group, whole, rows, given):
+                if given is not new or self._group.must_be_put(whole, rows, given):
                     key = id(whole), id(given), id(new)
                     if key not in made:
                         made[key] = self._group.put(self._location, whole, rows, given, new)
@@ -207,7 +229,7 @@ class View:
         where = f"{self._location}` in `{place}"
         if rows is None:
             return new
-        if new is given and not _must_be_put(self._group, whole, rows, given):
+        if new is given and not self._group.must_be_put(whole, rows, given):
             return whole
         if isinstance(new, torch.Tensor) and new.shape != given.shape:
             raise ReplacementShapeError(
@@ -222,14 +244,6 @@ def _is_one_of(ids: Sequence[int], value: Any) -> bool:
     return id(value) in ids or is_batched_container(value)
 
 
-def _must_be_put(group: BatchGroup, whole: torch.Tensor, rows: Rows, given: torch.Tensor) -> bool:
-    """Whether the model must continue with ``given``, the rows of an invoke in ``whole``, although the invoke did not replace them.
-
-    So it is if the block may read the gradient of ``given``, which then flows through it, and if ``given`` is a copy.
-    """
-    return rows.scattered or group.share_memory(whole, rows) or (torch.is_grad_enabled() and (whole.requires_grad or given.requires_grad))
-
-
 def _rows_in_container(group: BatchGroup, place: str, tensor: torch.Tensor) -> Rows | None:
     return group.rows_of(tensor, group.dims.in_containers.get(place, FIRST))
 
@@ -239,7 +253,7 @@ def _take_once(group: BatchGroup, taken: dict[int, torch.Tensor], place: str, te
     known = taken.get(id(tensor))
     if known is None:
         rows = _rows_in_container(group, place, tensor)
-        known = taken[id(tensor)] = tensor if rows is None else group.take(tensor, rows)
+        known = taken[id(tensor)] = tensor if rows is None else group.give(tensor, rows)
     return known
 
 

@@ -1,0 +1,193 @@
+"""Gradients of the rows of an invoke, and reads of rows while gradients are enabled: as in a run of the invoke alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from nnsight.runtime.rows import gradient_sources
+
+from ..conftest import Rows
+
+modes = pytest.mark.parametrize("backend", [None, "aot_eager"])
+FIRST, SECOND = torch.linspace(-1, 1, 8).view(2, 4), torch.linspace(2, -1, 12).view(3, 4)
+
+
+class Block(torch.nn.Module):
+    """A residual block. Its activation works in place, and `forward` ignores what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(4)
+        self.up = torch.nn.Linear(4, 8)
+        self.act = torch.nn.ReLU(inplace=True)
+        self.down = torch.nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(self.norm(x))
+        self.act(hidden)
+        return x + self.down(hidden)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = torch.nn.Linear(4, 4)
+        self.block = Block()
+        self.head = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.start(x)))
+
+
+def make(backend: str | None) -> Rows:
+    torch.manual_seed(0)
+    return Rows(Net(), compile=False if backend is None else {"backend": backend})
+
+
+def assert_as_alone(backend: str | None, body: Callable[[Any], Any]) -> None:
+    """Call ``body`` on the model in two invokes, and in a trace of its own for each input: the results have to be equal."""
+    model, alone, together = make(backend), [], []
+    for x in (FIRST, SECOND):
+        with model.trace(x):
+            alone.append(body(model))
+    with model.trace() as tracer:
+        with tracer.invoke(FIRST):
+            together.append(body(model))
+        with tracer.invoke(SECOND):
+            together.append(body(model))
+    torch.testing.assert_close(together, alone)
+
+
+def with_block(model: Any, hidden: torch.Tensor, loss: torch.Tensor) -> list[torch.Tensor]:
+    found = []
+    with loss.backward(retain_graph=True):
+        found.append(hidden.grad.clone())
+    return found
+
+
+def with_grad(model: Any, hidden: torch.Tensor, loss: torch.Tensor) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(loss, [hidden, hidden], retain_graph=True))
+
+
+def with_hook(model: Any, hidden: torch.Tensor, loss: torch.Tensor) -> list[torch.Tensor]:
+    found = [torch.zeros(())]
+    handles = [hidden.register_hook(lambda gradient: gradient * 3), hidden.register_hook(lambda gradient: found.append(gradient.clone()))]
+    loss.backward(retain_graph=True)
+    for handle in handles:
+        handle.remove()
+    return found
+
+
+def with_retain_grad(model: Any, hidden: torch.Tensor, loss: torch.Tensor) -> list[torch.Tensor]:
+    hidden.retain_grad()
+    hidden.retain_grad()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    return [hidden.grad.clone()]
+
+
+def with_inputs(model: Any, hidden: torch.Tensor, loss: torch.Tensor) -> list[torch.Tensor]:
+    loss.backward(retain_graph=True, inputs=[hidden])
+    return [hidden.grad.clone()]
+
+
+WAYS = [with_block, with_grad, with_hook, with_inputs, with_retain_grad]
+PLACES: dict[str, Callable[[Any], torch.Tensor]] = {
+    "an output": lambda model: model.start.output,
+    "an input with a residual connection": lambda model: model.block.norm.input,
+    "the input of a module in place": lambda model: model.block.act.input,
+}
+
+
+@modes
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("edited", [False, True])
+def test_gradients_of_rows(backend: str | None, place: str, edited: bool) -> None:
+    def body(model: Any) -> list[torch.Tensor]:
+        hidden = PLACES[place](model)
+        if edited:
+            hidden[0] = 0.5
+        loss = model.output.pow(2).sum() + hidden.sin().sum()
+        found = []
+        for way in WAYS:
+            found += way(model, hidden, loss)
+            hidden.grad = None
+        return found
+
+    assert_as_alone(backend, body)
+
+
+@modes
+def test_an_edited_gradient_of_rows_flows_on(backend: str | None) -> None:
+    def body(model: Any) -> list[torch.Tensor]:
+        start, found = model.start.output, []
+        hidden = model.block.up.output
+        loss = model.output.pow(2).sum()
+        with loss.backward(retain_graph=True):
+            hidden.grad[0] *= 2
+            hidden.grad = hidden.grad + 1
+            found.append(start.grad.clone())
+        return found
+
+    assert_as_alone(backend, body)
+
+
+@modes
+def test_gradients_after_the_trace(backend: str | None) -> None:
+    model, kept, expected = make(backend), [], []
+    with model.trace() as tracer:
+        for x in (FIRST, SECOND):
+            with tracer.invoke(x):
+                hidden = model.block.norm.input.requires_grad_()
+                kept.append((hidden, model.output))
+    for x in (FIRST, SECOND):
+        before = model._module.start(x)
+        after = model._module.head(model._module.block(before))
+        expected += torch.autograd.grad(after.pow(2).sum() + before.sum(), before)
+    for (hidden, output), wanted in zip(kept, expected, strict=True):
+        loss = output.pow(2).sum() + hidden.sum()
+        torch.testing.assert_close(torch.autograd.grad(loss, hidden, retain_graph=True)[0], wanted)
+        with loss.backward(retain_graph=True):
+            torch.testing.assert_close(hidden.grad, wanted)
+
+
+def test_the_first_gradient_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lazy tensor has torch's own methods until rows are handed out, which is in the same call."""
+    for name in ("register_hook", "retain_grad"):
+        monkeypatch.setattr(torch.Tensor, name, getattr(gradient_sources, f"_plain_{name}"))
+
+    def body(model: Any) -> list[torch.Tensor]:
+        hidden = model.block.norm.input
+        loss = model.output.pow(2).sum() + hidden.sin().sum()
+        hidden.retain_grad()
+        loss.backward(retain_graph=True)
+        return [hidden.grad.clone()]
+
+    assert_as_alone("eager", body)
+
+
+@modes
+def test_rows_are_the_tensor_of_the_model(backend: str | None) -> None:
+    """The model goes on with its own tensor: modules that work in place, other names of it, and late edits see the same memory."""
+    expected = make(None)._module(FIRST)
+    model = make(backend)
+    with model.trace() as tracer:
+        with tracer.invoke(FIRST):
+            hidden = model.block.act.input.save()
+            output = model.output.save()
+        with tracer.invoke(SECOND):
+            start = model.start.output
+            up = model.block.up.output.save()
+            start += 1  # after the norm has read it: only the residual connection sees the edit
+            edited = model.output.save()
+    torch.testing.assert_close([output, hidden], [expected, hidden.relu()])
+    module = model._module
+    before = module.start(SECOND)
+    after = module.block(before) + 1
+    torch.testing.assert_close([edited, up], [module.head(after), module.block.up(module.block.norm(before)).relu()])
+    assert tracer.report.graphs == (0 if backend is None else 1)
+    assert not tracer.report.breaks

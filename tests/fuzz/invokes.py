@@ -61,27 +61,41 @@ class Held:
         self.values: list[Any] = []
 
 
-def _body(draw: random.Random, name: str, barriers: list[tuple[int, int]], statements: tuple[str, ...]) -> list[str]:
-    """Return the lines of one invoke. ``barriers`` are numbers of barriers, with the index of the location before which they are."""
-    lines = []
+def _body(
+    draw: random.Random, name: str, barriers: list[tuple[int, int]], statements: tuple[str, ...], differentiates: bool
+) -> list[str]:
+    """Return the lines of one invoke. ``barriers`` are numbers of barriers, with the index of the location before which they are.
+
+    With ``differentiates``, a backward pass follows, whose block keeps the gradients of some values, and may edit one of them.
+    """
+    lines, watched = [], []
     for index, location in enumerate(LOCATIONS):
+        if differentiates and draw.random() < 0.3:
+            watched.append(f"watched_{name}_{index}")
+            lines.append(f"{watched[-1]} = model.{location}")
         if draw.random() < 0.4:
             for statement in draw.choices(statements, k=draw.choice([1, 1, 2])):
                 text = statement.replace("AT", f"model.{location}").replace("NAME", name)
                 lines.append(text.replace("OTHER", draw.choice("ABC")))
         lines += [f"barrier_{number}()" for number, at in barriers if at == index and draw.random() < 0.9]
+    if watched:
+        loss = draw.choice(["", f" + {watched[0]}.cos().sum()", f" + {watched[-1]}[:, -1].sum()"])
+        lines.append(f"with (model.lm_head.output.sin().sum(){loss}).backward(retain_graph=True):")
+        for tensor in reversed(watched):
+            edit = draw.choice(["", f"{tensor}.grad[:, -1] *= 2; "])
+            lines.append(f"    {edit}kept[{tensor!r}] = {tensor}.grad.clone().save()")
     return lines or ["pass"]
 
 
-def program(seed: int) -> str:
+def program(seed: int, differentiates: bool = False) -> str:
     """Return the text of a function ``run(model, **options)``: one trace, or one generation, with three invokes."""
     draw = random.Random(seed)
     statements = STATEMENTS + draw.choice([(), (), (DEMAND,)])
-    steps = draw.choice([0, 0, 2, 3])
+    steps = 0 if differentiates else draw.choice([0, 0, 2, 3])
     barriers = [(number, draw.randrange(len(LOCATIONS))) for number in range(draw.choice([0, 1, 2, 3]))]
     invokes = [("A", "A"), ("B", draw.choice(["B", "[B, C]"])), ("C", draw.choice(["", "C", ""]))]
     draw.shuffle(invokes)
-    bodies = [(arguments, _body(draw, name, barriers, statements)) for name, arguments in invokes]
+    bodies = [(arguments, _body(draw, name, barriers, statements, differentiates)) for name, arguments in invokes]
     start = f"generate(min_new_tokens={steps}, max_new_tokens={steps}, do_sample=False, **options)" if steps else "trace(**options)"
     loop = f"for step in tracer.iter[:{draw.choice([1, steps])}]:"
     lines = [f"with model.{start} as tracer:"]
@@ -98,9 +112,9 @@ def program(seed: int) -> str:
     return "\n".join([*text, "    return kept, held.values, log", ""])
 
 
-def compiled(seed: int) -> Callable[..., Any]:
+def compiled(seed: int, differentiates: bool = False) -> Callable[..., Any]:
     """Return the function of :func:`program`, whose text tracebacks and traces can find."""
-    text, file = program(seed), f"<invokes {seed}>"
+    text, file = program(seed, differentiates), f"<invokes {seed}{' with gradients' * differentiates}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
     names: dict[str, Any] = {"Held": Held, **PROMPTS}
     exec(compile(text, file, "exec"), names)

@@ -199,7 +199,7 @@ class BackwardsTracer(Tracer):
                 "The loss of `with ...backward():` does not require grad: no tensor that it depends on does, or it was computed under "
                 "`torch.no_grad()`. Call `.requires_grad_()` on a tensor in the trace, before the model uses it."
             )
-        with explaining_freed_graphs():
+        with explaining_shared_graphs():
             _run_along(loss, function, self.info, lambda: _plain_backward(loss, *args, **kwargs))
 
     def _close(self) -> None:
@@ -256,25 +256,35 @@ def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return run.recorder.gradients.begin(self, args, kwargs, calls_for_with(sys._getframe(1)))
     if calls_for_with(sys._getframe(1)):
         return BackwardsTracer(self, args, kwargs)
-    with explaining_freed_graphs():
+    with explaining_shared_graphs():
         return _plain_backward(self, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def explaining_freed_graphs() -> Iterator[None]:
-    """Add to an error of autograd about a freed graph that all invokes of a trace have the same graph."""
+def explaining_shared_graphs() -> Iterator[None]:
+    """Add to errors of autograd what they have to do with the other invokes of a trace."""
     run = active_interleaver()
     try:
         yield
     except RuntimeError as error:
         invokes = [] if run is None else [mediator for mediator in run.mediators if mediator.batch_group is not None]
-        if len(invokes) > 1 and "backward through the graph a second time" in str(error):
-            error.args = (
-                "All invokes of a trace share one autograd graph, since they run as a single batched forward pass, and an earlier "
-                "`backward` has freed it. Pass `retain_graph=True` to each `backward` but the last: the earlier one did not have it. "
-                f"Original error from torch.autograd: {error}",
-            )
+        found = next((why for text, why in _SHARED.items() if text in str(error)), None)
+        if len(invokes) > 1 and found is not None:
+            error.args = (f"{found} Original error from torch.autograd: {error}",)
         raise
+
+
+#: What errors of autograd mean in a trace of several invokes, by a part of their message.
+_SHARED = {
+    "backward through the graph a second time": (
+        "All invokes of a trace share one autograd graph, since they run as a single batched forward pass, and an earlier `backward` has "
+        "freed it. Pass `retain_graph=True` to each `backward` but the last: the earlier one did not have it."
+    ),
+    "modified by an inplace operation": (
+        "All invokes of a trace share the tensors of one batched forward pass. An edit in place, perhaps in another invoke, has changed a "
+        "tensor that the backward pass needs. Assign an edited copy to the location instead: `layer.output = layer.output * 2`."
+    ),
+}
 
 
 def add_tensor_methods() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ from nnsight.runtime.rows import gradient_sources
 from ..conftest import Rows
 
 modes = pytest.mark.parametrize("backend", [None, "aot_eager"])
-FIRST, SECOND = torch.linspace(-1, 1, 8).view(2, 4), torch.linspace(2, -1, 12).view(3, 4)
+#: With three dimensions, so that the output of a linear layer is a view for autograd.
+FIRST, SECOND = torch.linspace(-1, 1, 16).view(2, 2, 4), torch.linspace(2, -1, 24).view(3, 2, 4)
 
 
 class Block(torch.nn.Module):
@@ -153,6 +155,97 @@ def test_gradients_after_the_trace(backend: str | None) -> None:
         torch.testing.assert_close(torch.autograd.grad(loss, hidden, retain_graph=True)[0], wanted)
         with loss.backward(retain_graph=True):
             torch.testing.assert_close(hidden.grad, wanted)
+
+
+@modes
+@pytest.mark.parametrize("edited", ["head.input", "start.output"])
+def test_an_edit_by_the_other_invoke(backend: str | None, edited: str) -> None:
+    model, found = make(backend), []
+
+    def gradient() -> torch.Tensor:
+        hidden = model.head.input if edited == "head.input" else model.start.output
+        return torch.autograd.grad(model.output.pow(2).sum() + hidden.sum(), hidden, retain_graph=True)[0]
+
+    with model.trace(FIRST):
+        alone = gradient().save()
+    with model.trace() as tracer:
+        with tracer.invoke(FIRST):
+            found.append(gradient())
+        with tracer.invoke(SECOND):
+            (model.head.input if edited == "head.input" else model.start.output)[:, 0] = 0.5
+    torch.testing.assert_close(found[0], alone)
+
+
+@modes
+def test_retain_grad_before_an_edit(backend: str | None) -> None:
+    def body(model: Any) -> list[torch.Tensor]:
+        hidden = model.start.output
+        hidden.retain_grad()
+        hidden[:, 0] *= 2
+        with (model.output.pow(2).sum() + hidden.sin().sum()).backward(retain_graph=True):
+            pass
+        return [hidden.grad.clone()]
+
+    assert_as_alone(backend, body)
+
+
+def test_an_edit_of_what_another_invoke_needs_says_so() -> None:
+    model = make(None)
+    with pytest.raises(RuntimeError, match="All invokes of a trace share the tensors of one batched forward pass"):
+        with model.trace() as tracer:
+            with tracer.invoke(FIRST):
+                squares = model.start.output.pow(2).sum()
+                (model.output.sum() + squares).backward()
+            with tracer.invoke(SECOND):
+                model.start.output[:] = 0.0
+
+
+def test_rows_of_rows() -> None:
+    """Rows that an earlier trace has saved are the batch of this one."""
+    model = make(None)
+    with model.trace() as tracer:
+        with tracer.invoke(FIRST):
+            model.output.sum()
+        with tracer.invoke(torch.cat([FIRST, SECOND])):
+            saved = model.start.output.save()
+    found = []
+    with model.trace() as tracer:
+        with tracer.invoke():
+            model.block.input = saved
+        for x in (FIRST, SECOND):
+            with tracer.invoke(x):
+                hidden = model.block.input
+                found += torch.autograd.grad(model.output.sin().sum(), hidden, retain_graph=True)
+    before = model._module.start(torch.cat([FIRST, SECOND]))
+    (expected,) = torch.autograd.grad(model._module.head(model._module.block(before)).sin().sum(), before)
+    torch.testing.assert_close(torch.cat(found), expected)
+
+
+def test_hooks_of_rows_keep_nothing_alive(no_gc: None) -> None:
+    model, held = make(None), []
+    with model.trace() as tracer:
+        for x in (FIRST, SECOND):
+            with tracer.invoke(x):
+                hidden = model.start.output
+                hidden.register_hook(lambda gradient: gradient * 2)
+                hidden.retain_grad()
+                held.append(weakref.ref(hidden._base))
+                model.output.sum().backward(retain_graph=True)
+    assert [reference() for reference in held] == [None, None]
+
+
+def test_functions_that_a_user_compiles() -> None:
+    """Once rows are handed out, torch's methods are replaced; dynamo treats the new ones as it treats the old ones."""
+    assert_as_alone(None, lambda model: [model.start.output.detach()])
+
+    def double(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        y.retain_grad()
+        return y.sin().sum(), y
+
+    loss, y = torch.compile(double, backend="aot_eager")(torch.ones(3, requires_grad=True))
+    loss.backward()
+    torch.testing.assert_close(y.grad, torch.full((3,), 2.0).cos())
 
 
 def test_the_first_gradient_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from ...runtime.interleaver import Interleaver
 from ...runtime.report import Break, Report
 from ...runtime.rows.gradient_sources import call as call_torch
-from ...runtime.rows.gradient_sources import refuse_gradient, share_gradient, share_rows
+from ...runtime.rows.gradient_sources import note_rows, refuse_gradient, share_gradient
 from ...runtime.switching.mode_stacks import unseen
 from ...tracing.block import Block
 from ...tracing.saving import saves
@@ -291,7 +291,8 @@ class PieceRunner(CallRecorder):
         self._fill(alive, computed, variant.positions, lowered.partial, taken)
         for given, whole, *place in held_rows:
             if whole is not None:
-                share_rows(given, whole, *place)
+                for tensor in {id(each): each for each in (given, real_of(given))}.values():  # one, if the lazy tensor became the real one
+                    note_rows(tensor, real_of(whole), *place)
             elif given.requires_grad:
                 refuse_gradient(given)
         refuse_edited(arguments, lowered.partial)

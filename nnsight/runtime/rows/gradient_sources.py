@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
@@ -25,26 +27,70 @@ if TYPE_CHECKING:
     from .batching import BatchGroup
 
 
+class RowsOf(NamedTuple):
+    """A step from the gradient of a tensor to that of the rows of ``group`` in it."""
+
+    group: BatchGroup
+    rows: Rows
+
+    def take(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the part of ``gradient``: a view."""
+        return self.group.take(gradient, self.rows)
+
+    def put(self, gradient: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Return ``gradient`` with ``new`` in place of its part."""
+        return self.group.put("grad", gradient, self.rows, self.take(gradient), new)
+
+
+class Region(NamedTuple):
+    """A step from the gradient of a contiguous tensor to that of a view of its memory."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def take(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the part of ``gradient``: a view, if ``gradient`` is contiguous."""
+        return gradient.contiguous().as_strided(*self)
+
+    def put(self, gradient: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """Return ``gradient`` with ``new`` in place of its part."""
+        return torch.as_strided_scatter(gradient.contiguous(), new, *self)
+
+
 class Source(NamedTuple):
-    """The tensor in the autograd graph that has the gradient of another tensor, and the rows of that one if it has not all of them."""
+    """The tensor in the autograd graph that has the gradient of another tensor, and the steps from its gradient to that of the other."""
 
     tensor: torch.Tensor
-    group: BatchGroup | None = None
-    rows: Rows | None = None
+    steps: tuple[RowsOf | Region, ...] = ()
 
     def part(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the other tensor's part of ``gradient``, the gradient of :attr:`tensor`: a view."""
-        return gradient if self.group is None or self.rows is None else self.group.take(gradient, self.rows)
+        return part_of(gradient, self.steps)
 
     def put(self, gradient: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """Return ``gradient`` with ``new`` in place of :meth:`part`."""
-        if self.group is None or self.rows is None:
-            return new
-        return self.group.put("grad", gradient, self.rows, self.part(gradient), new)
+        return _put(gradient, self.steps, new)
+
+
+def part_of(gradient: torch.Tensor, steps: Sequence[RowsOf | Region]) -> torch.Tensor:
+    """Return the part of ``gradient`` to which ``steps`` lead."""
+    for step in steps:
+        gradient = step.take(gradient)
+    return gradient
+
+
+def _put(gradient: torch.Tensor, steps: Sequence[RowsOf | Region], new: torch.Tensor) -> torch.Tensor:
+    if not steps:
+        return new
+    return steps[0].put(gradient, _put(steps[0].take(gradient), steps[1:], new))
 
 
 #: The source of a tensor; or a version of the tensor, for which autograd lacks a part of the gradient.
 _sources = WeakIdKeyDictionary()
+
+#: The version of each whole tensor of which rows were handed out, at the first time.
+_versions = WeakIdKeyDictionary()
 
 _lock = threading.Lock()
 
@@ -59,7 +105,13 @@ def share_rows(tensor: torch.Tensor, whole: torch.Tensor, group: BatchGroup, row
     if torch.overrides.has_torch_function((tensor, whole)):  # a recording notes it until both are computed
         torch.overrides.handle_torch_function(share_rows, (tensor, whole), tensor, whole, group, rows)
     else:
-        _note(tensor, Source(whole, group, rows))
+        note_rows(tensor, whole, group, rows)
+
+
+def note_rows(tensor: torch.Tensor, whole: torch.Tensor, group: BatchGroup, rows: Rows) -> None:
+    """Note the source of ``tensor``, the rows of ``group`` in ``whole``. Both are computed."""
+    _versions.setdefault(whole, whole._version)
+    _note(tensor, Source(whole, (RowsOf(group, rows),)))
 
 
 def refuse_gradient(tensor: torch.Tensor) -> None:
@@ -75,7 +127,10 @@ def source_of(tensor: torch.Tensor) -> Source:
     """
     found = _sources.get(tensor)
     if isinstance(found, Source) and found.tensor.requires_grad:
-        return found._replace(tensor=source_of(found.tensor).tensor)
+        inner = source_of(found.tensor)
+        if found.steps and inner.tensor is found.tensor and not _hangs_on(tensor, found.tensor):
+            return _source_in_memory(tensor, found.tensor)
+        return Source(inner.tensor, inner.steps + found.steps)
     if isinstance(found, int) and found == tensor._version:  # after an edit in place, no result of the graph depends on the present version
         raise ValueError(
             "The gradient of this tensor cannot be computed: a compiled graph has returned it together with results that depend on "
@@ -85,15 +140,53 @@ def source_of(tensor: torch.Tensor) -> Source:
     return Source(tensor)
 
 
+def _hangs_on(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether all gradients of ``tensor``, rows of ``whole``, flow through ``whole``.
+
+    They do not if ``whole`` is a view itself and was edited in place: autograd then derives all views from the tensor that owns the memory.
+    """
+    if whole._base is None and tensor._base is whole:
+        return True
+    edge, node = (whole.grad_fn, whole.output_nr), tensor.grad_fn
+    if whole._version != _versions.get(whole):
+        return False
+    for _ in range(_MOST_STEPS):
+        if node is None or not node.next_functions:
+            return False
+        if node.next_functions[0] == edge:
+            return True
+        node = node.next_functions[0][0]
+    return False
+
+
+def _source_in_memory(tensor: torch.Tensor, whole: torch.Tensor) -> Source:
+    """Return the tensor that owns the memory of ``tensor``, rows of ``whole``, as its source: it has the parts of all views."""
+    base = whole if whole._base is None else whole._base
+    if tensor._base is not base or not base.is_contiguous() or base.dtype != tensor.dtype or not base.requires_grad:
+        raise ValueError(
+            "The gradient of these rows cannot be computed: their tensor was edited in place, and does not share its memory with the rows "
+            "in a way that autograd knows. Edit a copy of the value, and assign it to the location."
+        )
+    offset = tensor.storage_offset() - base.storage_offset()
+    return Source(base, (Region(tuple(tensor.shape), tensor.stride(), int(offset)),))
+
+
+#: Most calls that lead from a tensor to the rows of an invoke: three views, and the two of an alias.
+_MOST_STEPS = 6
+
+
 # -- torch's functions -----------------------------------------------------------------------------------------------
 
 
 _plain_register_hook: Any = torch.Tensor.register_hook
 _plain_retain_grad: Any = torch.Tensor.retain_grad
+_plain_grad: Any = torch._C.TensorBase.grad
 _plain_run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-#: The tensors whose gradients are kept for `retain_grad`.
+#: The tensors whose gradients are kept for `retain_grad`. Each pass has its own hooks, since an edit in place changes a tensor's node.
 _retaining = WeakIdKeyDictionary()
+
+_passes = threading.local()  # whether the thread is in a backward pass
 
 
 def _note(tensor: torch.Tensor, source: Source) -> None:
@@ -134,54 +227,67 @@ def _register_hook(self: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> A
     source = _source_for_torch(self)
     if source.tensor is self:
         return _plain_register_hook(self, hook)
+    steps = source.steps  # a hook of a tensor that refers to the tensor would keep it alive
 
     def call_with_part(gradient: torch.Tensor) -> torch.Tensor | None:
-        new = hook(source.part(gradient))
-        return None if new is None else source.put(gradient, new)
+        new = hook(part_of(gradient, steps))
+        return None if new is None else _put(gradient, steps, new)
 
-    return _plain_register_hook(source.tensor, call_with_part)
+    return _register(source.tensor, call_with_part)
 
 
+def _register(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+    tensor.grad_fn  # noqa: B018 - torch crashes if it finds only in `register_hook` that the base of a view was edited
+    return _plain_register_hook(tensor, hook)
+
+
+@_disable_dynamo  # in a function that a user compiles, the call breaks the graph, as that of torch's own method does
 @functools.wraps(_plain_retain_grad)
 def _retain_grad(self: torch.Tensor) -> None:
     if torch.overrides.has_torch_function_unary(self):
         torch.overrides.handle_torch_function(torch.Tensor.retain_grad, (self,), self)
         return
-    source = _source_for_torch(self)
-    if source.tensor is self:
+    if _source_for_torch(self).tensor is self:
         _plain_retain_grad(self)
-    elif self not in _retaining:
-        _retaining[self] = _keep_gradient(self, source)
+    else:
+        _retaining[self] = None
 
 
 def _keep_gradient(tensor: torch.Tensor, source: Source) -> Any:
     """Register a hook that adds the gradient of ``tensor``, which has another ``source``, to ``tensor.grad``."""
-    reference = weakref.ref(tensor)
+    reference, steps = weakref.ref(tensor), source.steps
 
     def keep(gradient: torch.Tensor) -> None:
-        tensor, part = reference(), source.part(gradient)
+        tensor, part = reference(), part_of(gradient, steps)
         if tensor is not None:
-            tensor.grad = part.clone() if tensor.grad is None else tensor.grad + part
+            with warnings.catch_warnings(action="ignore"):  # about the `.grad` of a tensor that is not a leaf
+                known = _plain_grad.__get__(tensor)
+            _plain_grad.__set__(tensor, part.clone() if known is None else known + part)
 
-    return _plain_register_hook(source.tensor, keep)
+    return _register(source.tensor, keep)
 
 
 def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run autograd, as torch's function of this name. The fourth argument after ``outputs`` has the tensors to differentiate by."""
     inputs: Sequence[Any] = args[3]
     sources = list(map(_source_for_torch, inputs))
-    if all(source.tensor is given for source, given in zip(sources, inputs, strict=True)):
-        return _plain_run_backward(outputs, *args, **kwargs)
-    known = *args[:3], tuple(source.tensor for source in sources), *args[4:]
-    if not kwargs.get("accumulate_grad"):
-        found = _plain_run_backward(outputs, *known, **kwargs)
-        return tuple(gradient if gradient is None else source.part(gradient) for source, gradient in zip(sources, found, strict=True))
-    hooks = [_keep_gradient(given, source) for given, source in zip(inputs, sources, strict=True) if source.tensor is not given]
+    kept = []
+    if kwargs.get("accumulate_grad"):
+        kept = [(given, source) for given, source in zip(inputs, sources, strict=True) if source.tensor is not given]
+    if _retaining and not getattr(_passes, "running", False):  # the hooks of an outer pass see the gradients of a pass in it
+        others = [tensor for tensor in list(_retaining) if not any(tensor is given for given, _ in kept) and tensor.requires_grad]
+        kept += [(tensor, _source_for_torch(tensor)) for tensor in others]
+    hooks = [_keep_gradient(tensor, source) for tensor, source in kept if source.tensor.requires_grad]
+    before, _passes.running = getattr(_passes, "running", False), True
     try:
-        return _plain_run_backward(outputs, *known, **kwargs)
+        found = _plain_run_backward(outputs, *args[:3], tuple(source.tensor for source in sources), *args[4:], **kwargs)
     finally:
+        _passes.running = before
         for hook in hooks:
             hook.remove()
+    if kwargs.get("accumulate_grad"):
+        return found
+    return tuple(gradient if gradient is None else source.part(gradient) for source, gradient in zip(sources, found, strict=True))
 
 
 #: Functions that torch shows to modes, and that are about the gradient of a tensor: what is called instead. Torch may show the plain ones.

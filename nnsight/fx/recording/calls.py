@@ -15,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils import _pytree as pytree
 
 from ...runtime.rows.gradient_sources import call as call_torch
-from ...runtime.rows.gradient_sources import share_rows
 from ...runtime.switching.mode_stacks import ModeStacks
 from ...tracing.saving import keep_mark
 from ..block_events import Call, ValueNumber
@@ -155,9 +154,6 @@ class CallRecorder(EventRecorder):
                     return call_torch(function, args, kwargs)
         if self.closed:
             raise RuntimeError(NEVER_COMPUTED)
-        if function is share_rows:
-            self.note_rows(*args)
-            return None
         if function in SPECIAL:
             handled, result = self._answer(function, args, kwargs)
             if handled:

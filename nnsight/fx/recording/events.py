@@ -16,7 +16,6 @@ from ...runtime.interleaver import Interleaver
 from ...runtime.rows.batch_axes import Rows
 from ...runtime.rows.batching import BatchGroup
 from ...runtime.rows.fakes import quiet_fakes
-from ...runtime.rows.gradient_sources import share_rows
 from ...runtime.switching.mode_stacks import ModeStacks
 from ...runtime.switching.modes import Modes
 from ...tracing.errors import user_position_now
@@ -140,13 +139,9 @@ class EventRecorder(TorchFunctionMode):
         self.used_storages: set[int] = set()
         self._input_storages: set[int] | None = None
 
-    def note_rows(self, tensor: torch.Tensor, whole: torch.Tensor, group: BatchGroup, rows: Rows) -> None:
+    def note_rows(self, tensor: LazyTensor, whole: torch.Tensor, group: BatchGroup, rows: Rows) -> None:
         """Note that an invoke gets ``tensor``, its rows of ``whole``, which has their gradient."""
-        if isinstance(tensor, LazyTensor):
-            self.rows[tensor._index] = whole._index if isinstance(whole, LazyTensor) else whole, group, rows
-        else:
-            with torch._C.DisableTorchFunction():
-                share_rows(tensor, whole, group, rows)
+        self.rows[tensor._index] = whole._index if isinstance(whole, LazyTensor) else whole, group, rows
 
     def storages_in_use(self) -> set[int]:
         """Return the storages of the tensors that the graph reads or edits before the next call of the block."""

@@ -102,15 +102,16 @@ def share_gradient(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 def share_rows(tensor: torch.Tensor, whole: torch.Tensor, group: BatchGroup, rows: Rows) -> None:
     """Let the gradient of ``tensor`` be its part of the gradient of ``whole``. The user holds ``tensor``, the rows of ``group``."""
-    if torch.overrides.has_torch_function((tensor, whole)):  # a recording notes it until both are computed
-        torch.overrides.handle_torch_function(share_rows, (tensor, whole), tensor, whole, group, rows)
-    else:
-        note_rows(tensor, whole, group, rows)
+    recording = getattr(tensor, "_recording", None)  # of a lazy tensor: it notes the rows until both are computed
+    (note_rows if recording is None else recording.note_rows)(tensor, whole, group, rows)
 
 
 def note_rows(tensor: torch.Tensor, whole: torch.Tensor, group: BatchGroup, rows: Rows) -> None:
     """Note the source of ``tensor``, the rows of ``group`` in ``whole``. Both are computed."""
-    _versions.setdefault(whole, whole._version)
+    with torch._C.DisableTorchFunction():  # a recording must not take these looks at the tensor for some of the block
+        if whole.is_inference() or not (whole.is_floating_point() or whole.is_complex()):
+            return
+        _versions.setdefault(whole, whole._version)
     _note(tensor, Source(whole, (RowsOf(group, rows),)))
 
 

@@ -147,6 +147,30 @@ print(json.dumps(sorted(changes(before))))
 """
 
 
+#: Gradients of the rows of invokes can be asked for after the trace.
+INVOKES = """
+import torch
+from nnsight import NNsight
+
+class Rows(NNsight):
+    def _batch(self, batched, x):
+        return ((x if batched is None else torch.cat([batched[0][0], x]),), {}), len(x)
+
+def run():
+    with model.trace() as tracer:
+        for _ in range(2):
+            with tracer.invoke(torch.ones(2, 4)):
+                hidden = model[0].output
+
+model = Rows(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+with torch.no_grad():
+    run()  # imports what torch needs for fake tensors
+before = attributes()
+run()
+print(json.dumps(sorted(changes(before))))
+"""
+
+
 def changed_by(folder: Path, program: str, *arguments: str) -> Any:
     """Return the names of what a program has changed in torch, run by an interpreter of its own."""
     (folder / "program.py").write_text(BEGIN + program)
@@ -164,6 +188,11 @@ def test_imports_change_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_after_traces_all_is_as_before(tmp_path: Path, backend: str) -> None:
     assert changed_by(tmp_path, RUNS, backend) == []
+
+
+def test_what_invokes_with_gradients_change(tmp_path: Path) -> None:
+    changed = changed_by(tmp_path, INVOKES)
+    assert {name.rpartition(".")[2] for name in changed} == {"_engine_run_backward", "register_hook", "retain_grad"}, changed
 
 
 def test_private_parts_of_the_compiler_are_named_in_one_place() -> None:

@@ -39,7 +39,7 @@ help:
 	@echo "make test-oldest  models of several families on the oldest supported torch, in a separate environment"
 	@echo "make test-vllm  tests on vLLM, in a separate environment (python 3.11)"
 	@echo "make test-vllm-v2  only the tests on vLLM's model runner V2"
-	@echo "make test-vllm-ci  a selection of both, in about ten minutes on two cores"
+	@echo "make test-vllm-ci  a selection of both, in about 20 minutes on two cores"
 	@echo "make test-ray   tests on a Ray cluster of this machine, in a separate environment"
 	@echo "make lint       ruff, and the direction of imports"
 	@echo "make types      mypy"
@@ -134,7 +134,7 @@ test-vllm-v2: $(VLLM_INSTALLED)
 # of V2 alone.
 test-vllm-ci: $(VLLM_INSTALLED)
 	@echo "pytest, some of the tests on vLLM ..."
-	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(CI_TESTS) -k "not (test_parallel or test_jobs) or compiled or chunked or mixed"
+	@$(VLLM_VENV)/bin/python -m pytest -m vllm $(CI_TESTS) -k "not merged and (not (test_parallel or test_jobs) or compiled or chunked or mixed)"
 	@$(ON_V2) -m pytest -m vllm $(patsubst %,tests/vllm/test_%.py,v2 kept_values overlapping)
 
 $(RAY_INSTALLED): pyproject.toml

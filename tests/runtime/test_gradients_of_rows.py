@@ -248,6 +248,14 @@ def test_functions_that_a_user_compiles() -> None:
     torch.testing.assert_close(y.grad, torch.full((3,), 2.0).cos())
 
 
+def test_a_gradient_edge_is_no_tensor() -> None:
+    assert_as_alone(None, lambda model: [model.start.output.detach()])
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    (gradient,) = torch.autograd.grad(y.sum(), [torch.autograd.graph.get_gradient_edge(y)])
+    torch.testing.assert_close(gradient, torch.ones(3))
+
+
 def test_the_first_gradient_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """A lazy tensor has torch's own methods until rows are handed out, which is in the same call."""
     for name in ("register_hook", "retain_grad"):

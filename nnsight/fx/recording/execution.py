@@ -291,7 +291,7 @@ class PieceRunner(CallRecorder):
         self._fill(alive, computed, variant.positions, lowered.partial, taken)
         for given, whole, *place in held_rows:
             if whole is not None:
-                for tensor in {id(each): each for each in (given, real_of(given))}.values():  # one, if the lazy tensor became the real one
+                for tensor in (given, real_of(given)):  # two, if the lazy tensor could not become the real one
                     note_rows(tensor, real_of(whole), *place)
             elif given.requires_grad:
                 refuse_gradient(given)

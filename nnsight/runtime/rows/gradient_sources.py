@@ -10,7 +10,6 @@ or views are handed out.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import warnings
@@ -91,8 +90,6 @@ _sources = WeakIdKeyDictionary()
 
 #: The version of each whole tensor of which rows were handed out, at the first time.
 _versions = WeakIdKeyDictionary()
-
-_lock = threading.Lock()
 
 
 def share_gradient(tensor: torch.Tensor, other: torch.Tensor) -> None:
@@ -192,19 +189,17 @@ _passes = threading.local()  # whether the thread is in a backward pass
 
 def _note(tensor: torch.Tensor, source: Source) -> None:
     _sources[tensor] = source
-    with _lock:
-        if torch.Tensor.register_hook is not _register_hook:
-            torch.Tensor.register_hook = _register_hook  # type: ignore[method-assign]
-            torch.Tensor.retain_grad = _retain_grad  # type: ignore[method-assign, assignment]
-            torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined, assignment]
+    if torch.Tensor.register_hook is not _register_hook:
+        torch.Tensor.register_hook = _register_hook  # type: ignore[method-assign]
+        torch.Tensor.retain_grad = _retain_grad  # type: ignore[method-assign, assignment]
+        torch.autograd._engine_run_backward = _run_backward  # type: ignore[attr-defined, assignment]
 
 
 def _source_for_torch(value: Any) -> Source:
-    """Return the source of what torch is asked the gradient of. Outside of runs, torch itself reports the gradients that it lacks."""
-    with contextlib.suppress(ValueError):
-        if isinstance(value, torch.Tensor):
-            return source_of(value)
-    return Source(value)
+    """Return the source of what torch is asked the gradient of. That of a refused tensor is itself: perhaps only later uses are asked about."""
+    if not isinstance(value, torch.Tensor) or isinstance(_sources.get(value), int):
+        return Source(value)
+    return source_of(value)
 
 
 def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

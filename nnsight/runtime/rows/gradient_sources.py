@@ -196,7 +196,7 @@ def _note(tensor: torch.Tensor, source: Source) -> None:
 
 
 def _source_for_torch(value: Any) -> Source:
-    """Return the source of what torch is asked the gradient of. That of a refused tensor is itself: perhaps only later uses are asked about."""
+    """Return the source of what torch is asked the gradient of; a refused tensor is its own, as perhaps only later uses are meant."""
     if not isinstance(value, torch.Tensor) or isinstance(_sources.get(value), int):
         return Source(value)
     return source_of(value)

@@ -683,6 +683,70 @@ def test_results_of_one_compiled_graph_outside_of_the_trace() -> None:
     torch.testing.assert_close(found, by_hand()["first"])
 
 
+def retained(loss: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor | None:
+    tensor.retain_grad()
+    loss.backward()
+    return tensor.grad
+
+
+def hooked(loss: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    seen: list[torch.Tensor] = []
+    tensor.register_hook(seen.append)
+    loss.backward()
+    return seen[0]
+
+
+#: Ways to ask torch for the gradient of a loss with respect to a tensor.
+ASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]] = {
+    "grad": lambda loss, tensor: torch.autograd.grad(loss, tensor)[0],
+    "allow_unused": lambda loss, tensor: torch.autograd.grad(loss, tensor, allow_unused=True)[0],
+    "edge": lambda loss, tensor: torch.autograd.grad(torch.autograd.graph.get_gradient_edge(loss), tensor)[0],
+    "inputs": lambda loss, tensor: (loss.backward(inputs=[tensor]), tensor.grad)[1],  # type: ignore[func-returns-value]
+    "retain_grad": retained,
+    "hook": hooked,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("ask", ASKS)
+@pytest.mark.parametrize("added", [False, True], ids=["other results", "all"])
+def test_torch_gives_no_part_of_a_gradient(ask: str, added: bool) -> None:
+    """After the trace, autograd sees the way from the tensor to the loss outside of the graph, but not the way inside."""
+    model = make("aot_eager")
+    for _ in range(3):  # the third is a replay
+        with model.trace(X):
+            first = model.first.output.save()
+            out = model.output.save()
+        with pytest.raises(ValueError, match=r"cannot be computed.*requires_grad_\(\)"):
+            ASKS[ask](out.sum() + first.sum() if added else out.sum(), first)
+    with model.trace(X):
+        first = model.first.output.requires_grad_().save()
+        out = model.output.save()
+    torch.testing.assert_close(ASKS[ask](out.pow(2).sum(), first), by_hand()["first"])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("ask", ASKS)
+def test_torch_gives_a_gradient_that_is_complete(ask: str) -> None:
+    """The loss depends on the tensor alone."""
+    model = make("aot_eager")
+    with model.trace(X):
+        first = model.first.output.save()
+        model.output.save()
+    torch.testing.assert_close(ASKS[ask](first.pow(2).sum(), first), 2 * first.detach())
+
+
+def test_torch_gives_the_gradient_of_a_tensor_that_was_edited_after_the_trace() -> None:
+    """No result of the graph depends on the edited values."""
+    model = make("aot_eager")
+    with model.trace(X):
+        first = model.first.output.save()
+        out = model.output.save()
+    first.mul_(2)
+    (found,) = torch.autograd.grad(out.sum() + first.pow(2).sum(), first)
+    torch.testing.assert_close(found, 2 * first.detach())
+
+
 def test_a_replayed_trace_refuses_the_same() -> None:
     model = make("aot_eager")
     for turn in range(3):

@@ -4,8 +4,8 @@
 * A result of a compiled graph may be a view of the tensor that autograd knows; or autograd may lack a part of its gradient.
 
 ``tensor.grad`` in backward blocks follows these sources. Other code may ask torch for the gradient of such a tensor, also after the trace.
-So ``torch.autograd.grad``, ``inputs=`` of backward passes, ``register_hook`` and ``retain_grad`` follow them as well, once the first rows
-or views are handed out.
+So ``torch.autograd.grad``, ``inputs=`` of backward passes, ``register_hook`` and ``retain_grad`` follow them as well, once the first source
+is known, and refuse to give a part of a gradient.
 """
 
 from __future__ import annotations
@@ -113,8 +113,12 @@ def note_rows(tensor: torch.Tensor, whole: torch.Tensor, group: BatchGroup, rows
 
 
 def refuse_gradient(tensor: torch.Tensor) -> None:
-    """Make ``tensor.grad`` an error until ``tensor`` is edited in place, because autograd would compute only a part of the gradient."""
+    """Make ``tensor.grad`` an error until ``tensor`` is edited in place, because autograd would compute only a part of the gradient.
+
+    Torch may still be asked for gradients of losses that depend on no other result of the same graph: those are complete.
+    """
     _sources[tensor] = tensor._version
+    _follow_in_torch()
 
 
 def source_of(tensor: torch.Tensor) -> Source:
@@ -129,13 +133,22 @@ def source_of(tensor: torch.Tensor) -> Source:
         if found.steps and inner.tensor is found.tensor and not _hangs_on(tensor, found.tensor):
             return _source_in_memory(tensor, found.tensor)
         return Source(inner.tensor, inner.steps + found.steps)
-    if isinstance(found, int) and found == tensor._version:  # after an edit in place, no result of the graph depends on the present version
-        raise ValueError(
-            "The gradient of this tensor cannot be computed: a compiled graph has returned it together with results that depend on "
-            "it, and autograd does not know of this dependence. Call `.requires_grad_()` on the tensor in the trace, where you read "
-            "it, or use `trace(..., compile=False)`."
-        )
+    if _is_partial(tensor):
+        raise ValueError(_PARTIAL)
     return Source(tensor)
+
+
+_PARTIAL = (
+    "The gradient of this tensor cannot be computed: a compiled graph has returned it together with results that depend on it, and "
+    "autograd does not know of this dependence. Call `.requires_grad_()` on the tensor in the trace, where you read it, or use "
+    "`trace(..., compile=False)`."
+)
+
+
+def _is_partial(tensor: torch.Tensor) -> bool:
+    """Whether a compiled graph hides a part of the gradient. No result of the graph depends on the tensor after an edit in place."""
+    found = _sources.get(tensor)
+    return isinstance(found, int) and found == tensor._version
 
 
 def _hangs_on(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
@@ -184,11 +197,19 @@ _plain_run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[a
 #: The tensors whose gradients are kept for `retain_grad`. Each pass has its own hooks, since an edit in place changes a tensor's node.
 _retaining = WeakIdKeyDictionary()
 
+#: The tensors with hooks, or with `retain_grad`, whose gradient may be partial.
+_observed = WeakIdKeyDictionary()
+
 _passes = threading.local()  # whether the thread is in a backward pass
 
 
 def _note(tensor: torch.Tensor, source: Source) -> None:
     _sources[tensor] = source
+    _follow_in_torch()
+
+
+def _follow_in_torch() -> None:
+    """Let torch's functions about gradients follow sources from now on."""
     if torch.Tensor.register_hook is not _register_hook:
         torch.Tensor.register_hook = _register_hook  # type: ignore[method-assign]
         torch.Tensor.retain_grad = _retain_grad  # type: ignore[method-assign, assignment]
@@ -196,10 +217,31 @@ def _note(tensor: torch.Tensor, source: Source) -> None:
 
 
 def _source_for_torch(value: Any) -> Source:
-    """Return the source of what torch is asked the gradient of; a refused tensor is its own, as perhaps only later uses are meant."""
+    """Return the source of what torch is asked the gradient of. A tensor whose gradient may be partial is its own."""
     if not isinstance(value, torch.Tensor) or isinstance(_sources.get(value), int):
         return Source(value)
     return source_of(value)
+
+
+def _check_complete(outputs: Sequence[Any], tensors: Sequence[Any]) -> None:
+    """Raise an error if one of ``tensors`` would get a part of the gradient of ``outputs``: they depend on other results of its graph.
+
+    Raises:
+        ValueError: If a compiled graph hides a part of the gradient from autograd.
+    """
+    partial = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and _is_partial(tensor)]
+    if not partial:
+        return
+    users: dict[Any, set[Any]] = {}  # of each node: the nodes to which its results go
+    pending = [(None, output.grad_fn if isinstance(output, torch.Tensor) else output.node) for output in outputs]
+    while pending:
+        user, node = pending.pop()
+        if node not in users:
+            pending += [(node, function) for function, _ in getattr(node, "next_functions", ())]
+        users.setdefault(node, set()).add(user)
+    for view in filter(None, partial):  # the tensor is a view of a result, or a copy of it, so its node follows that of the graph
+        if any(users.get(graph, set()) - {view} for graph, _ in view.next_functions if graph is not None):
+            raise ValueError(_PARTIAL)
 
 
 def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -222,6 +264,8 @@ def _register_hook(self: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> A
         return torch.overrides.handle_torch_function(torch.Tensor.register_hook, (self,), self, hook)
     source = _source_for_torch(self)
     if source.tensor is self:
+        if _is_partial(self):
+            _observed[self] = None
         return _plain_register_hook(self, hook)
     steps = source.steps  # a hook of a tensor that refers to the tensor would keep it alive
 
@@ -244,6 +288,8 @@ def _retain_grad(self: torch.Tensor) -> None:
         torch.overrides.handle_torch_function(torch.Tensor.retain_grad, (self,), self)
         return
     if _source_for_torch(self).tensor is self:
+        if _is_partial(self):
+            _observed[self] = None
         _plain_retain_grad(self)
     else:
         _retaining[self] = None
@@ -266,6 +312,7 @@ def _keep_gradient(tensor: torch.Tensor, source: Source) -> Any:
 def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run autograd, as torch's function of this name. The fourth argument after ``outputs`` has the tensors to differentiate by."""
     inputs: Sequence[Any] = args[3]
+    _check_complete(outputs, [*inputs, *(tensor for tensor in list(_observed) if tensor.retains_grad or tensor._backward_hooks)])
     sources = list(map(_source_for_torch, inputs))
     kept = []
     if kwargs.get("accumulate_grad"):

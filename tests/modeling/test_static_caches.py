@@ -83,6 +83,7 @@ def test_a_cache_has_the_dtype_of_the_model_and_of_autocast() -> None:
     assert dtypes() == {torch.float64}
 
 
+@pytest.mark.slow  # Inductor
 @torch.no_grad()
 def test_a_compiled_step_knows_the_addresses_of_its_cache(lowered: list[tuple[int, int]]) -> None:
     """A CUDA graph copies all other inputs at each step, and there is none if it edits one of them."""

@@ -194,12 +194,18 @@ def _masked_fill(
 
 
 class _GuardedBackward:
-    """A lowered backward pass with guards on sizes. If an assumption in ``assumed`` fails, ``graph_module`` runs node by node."""
+    """A lowered backward pass with guards on sizes. If an assumption in ``assumed`` fails, ``graph_module`` runs node by node.
+
+    A tensor may then have other strides than in the lowering, where Inductor chose them. So a ``view`` of one may have to be a copy.
+    """
 
     def __init__(self, compiled: Callable[..., Any], graph_module: Any, example_inputs: Sequence[Any], assumed: list[Any]) -> None:
         self._boxed_call = True  # tells autograd that the arguments come as a list, which the call empties
         self._compiled, self._graph_module, self._assumed = compiled, graph_module, assumed
         self._symbols = {number: size.node.expr for number, size in enumerate(example_inputs) if isinstance(size, torch.SymInt)}
+        for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.view.default):
+            node.target = torch.ops.aten.reshape.default
+        graph_module.recompile()
 
     def __call__(self, arguments: list[Any]) -> Any:
         sizes = {symbol: arguments[number] for number, symbol in self._symbols.items()}

@@ -233,7 +233,7 @@ def _check_complete(outputs: Sequence[Any], tensors: Sequence[Any]) -> None:
     if not partial:
         return
     users: dict[Any, set[Any]] = {}  # of each node: the nodes to which its results go
-    pending = [(None, output.grad_fn if isinstance(output, torch.Tensor) else output.node) for output in outputs]
+    pending: list[tuple[Any, Any]] = [(None, output.grad_fn if isinstance(output, torch.Tensor) else output.node) for output in outputs]
     while pending:
         user, node = pending.pop()
         if node not in users:

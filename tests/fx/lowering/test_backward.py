@@ -6,10 +6,12 @@ import copy
 from typing import Any
 
 import pytest
+import sympy
 import torch
 from torch._inductor import compile_fx
 
 import nnsight
+from nnsight.fx.lowering import backends
 
 
 class Block(torch.nn.Module):
@@ -43,6 +45,7 @@ def gradients(module: torch.nn.Module) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.slow  # Inductor
 def test_a_backward_pass_of_symbolic_sizes_is_lowered_when_it_runs(lowered: list[bool], caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
     net = torch.nn.Sequential(Block(), torch.nn.Linear(8, 3))
@@ -69,6 +72,17 @@ def test_a_backward_pass_of_symbolic_sizes_is_lowered_when_it_runs(lowered: list
         backward = lowered.count(True)
     assert backward == lowered.count(True) > 0
     assert not [record for record in caplog.records if "backward" in record.getMessage()], "nothing is said of the early lowering"
+
+
+def test_a_backward_pass_that_runs_node_by_node_copies_for_views() -> None:
+    """Inductor chooses the strides of what its code computes. Node by node, a tensor can have strides that torch's `view` does not take."""
+    graph = torch.fx.Graph()
+    given = graph.placeholder("given")
+    expanded = graph.call_function(torch.ops.aten.expand.default, (given, [2, 4, 3]))
+    graph.output(graph.call_function(torch.ops.aten.view.default, (expanded, [8, 3])))
+    backward = backends._GuardedBackward(lambda _: None, torch.fx.GraphModule({}, graph), [torch.zeros(2, 1, 3)], [sympy.false])
+    gradient = torch.arange(6.0).view(2, 1, 3)
+    assert torch.equal(backward([gradient]), gradient.repeat(1, 4, 1).view(8, 3))
 
 
 class Prefixed(torch.nn.Module):

@@ -32,7 +32,7 @@ from ..tracing.source import calls_for_with
 from .errors import ReplacementShapeError
 from .interleaver import Interleaver, active_interleaver
 from .mediator import Mediator
-from .rows.gradient_sources import Source, source_of
+from .rows.gradient_sources import Source, check_rows, source_of
 
 _lock = threading.Lock()
 
@@ -71,6 +71,7 @@ class Gradient:
         run, source = active_interleaver(), source_of(self._tensor)
         tensor = source.tensor
         assert isinstance(run, _BackwardInterleaver)
+        check_rows((run._loss,), self._tensor)
         known = run.locations.get(id(tensor))
         # `locations` also holds the tensor, so that its id is not reused.
         location = known[1] if known else f"<tensor {len(run.locations)} of shape {tuple(tensor.shape)}>.grad"

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..batched_containers import is_batched_container, on_tensors, write_back
 from ..errors import ReplacementShapeError, structure_message
 from .batch_axes import FIRST, BatchDims, Rows
-from .gradient_sources import share_rows
+from .gradient_sources import note_turn, share_rows
 
 
 class RowSequence:
@@ -192,6 +192,7 @@ class View:
         for index, (given, new) in enumerate(zip(self._given, left_leaves, strict=True)):
             whole, rows = leaves[index], self._rows[index]
             if rows is not None:
+                note_turn(given, whole)
                 if given is not new or self._group.must_be_put(whole, rows, given):
                     key = id(whole), id(given), id(new)
                     if key not in made:

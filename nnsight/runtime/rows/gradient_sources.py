@@ -91,7 +91,7 @@ _sources = WeakIdKeyDictionary()
 #: The version of each whole tensor of which rows were handed out, at the first time.
 _versions = WeakIdKeyDictionary()
 
-#: The version and the node of the whole tensor of rows, when their invoke had last left a location with them.
+#: The version of the whole tensor of rows, and the rows' node of autograd, when their invoke had last left a location with them.
 _left = WeakIdKeyDictionary()
 
 
@@ -120,64 +120,27 @@ def note_turn(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     found = _sources.get(tensor)
     if isinstance(found, Source) and found.tensor is whole:
         with torch._C.DisableTorchFunction():  # as in `note_rows`
-            _left[tensor] = whole._version, _owner(whole).grad_fn
+            _left[tensor] = whole._version, tensor.grad_fn
 
 
 def check_rows(outputs: Sequence[Any], tensor: torch.Tensor) -> None:
     """Raise an error if ``tensor``, rows of an invoke, lacks a part of its gradient because another invoke has edited the whole tensor.
 
-    For autograd, an edit in place makes a new version of the whole tensor. What was computed from the rows before the edit hangs on the
-    former version, and the source of the rows is the present one.
+    For autograd, an edit in place makes a new version of the whole tensor, and a new node for the rows. What was computed from the rows
+    before the edit hangs on the former node.
 
     Raises:
         ValueError: If ``outputs`` depend on such a result.
     """
     version, node = _left.get(tensor, (0, None))
     found = _sources.get(tensor)
-    if node is None or not isinstance(found, Source) or found.tensor._version == version:
+    if node is None or not isinstance(found, Source) or found.tensor._version == version or tensor.grad_fn is node:
         return
-    versions, present = [], _owner(found.tensor).grad_fn
-    while present is not None and present is not node and present.name().endswith("CopySlices"):  # an edit in place of a part
-        versions.append(present)
-        present = present.next_functions[0][0] if present.next_functions else None
-    if present is not node or not versions:
-        return
-    users = _users(outputs)
-    for former in (*versions[1:], node):
-        if not all(_is_elsewhere(user, tensor, found, users) for user in users.get(former, set()).difference(versions)):
-            raise ValueError(
-                "The gradient of these rows cannot be computed: another invoke has edited their tensor in place, and the loss also depends "
-                "on what was computed from the rows before. Edit a copy there, and assign it to the location."
-            )
-
-
-def _owner(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor._base is None else tensor._base
-
-
-def _is_elsewhere(node: Any, tensor: torch.Tensor, source: Source, users: dict[Any, set[Any]]) -> bool:
-    """Whether a node of autograd, a user of a former version, takes only rows of other invokes than ``tensor``."""
-    name, step = "" if node is None else node.name(), source.steps[0]
-    is_whole = name == "AsStridedBackward0" and tuple(node._saved_size) == tuple(source.tensor.shape)
-    if name in _RESHAPING or is_whole:
-        return all(_is_elsewhere(user, tensor, source, users) for user in users[node])
-    if name == "SliceBackward0" and isinstance(step, RowsOf) and source.tensor.shape[step.rows.dim] == step.group.total:
-        start, end = step.group.start, step.group.start + step.group.size
-        return node._saved_dim == step.rows.dim and (node._saved_end <= start or node._saved_start >= end)
-    if name == "AsStridedBackward0":
-        first = node._saved_storage_offset or 0
-        begin = tensor.storage_offset()
-        return first + _extent(node._saved_size, node._saved_stride) <= begin or begin + _extent(tensor.shape, tensor.stride()) <= first
-    return False
-
-
-def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of entries in memory from the first to the last one of a tensor."""
-    return sum((length - 1) * step for length, step in zip(size, stride, strict=True)) + 1
-
-
-#: Nodes of views that have all entries of their base.
-_RESHAPING = frozenset({"ViewBackward0", "UnsafeViewBackward0", "AliasBackward0", "ReshapeAliasBackward0"})
+    if node in _users(outputs):
+        raise ValueError(
+            "The gradient of these rows cannot be computed: another invoke has edited their tensor in place, and the loss also depends "
+            "on what was computed from the rows before. Edit a copy there, and assign it to the location."
+        )
 
 
 def refuse_gradient(tensor: torch.Tensor) -> None:

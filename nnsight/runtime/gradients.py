@@ -137,9 +137,9 @@ class _BackwardInterleaver(Interleaver):
         self._loss = loss
         self._edges: set[tuple[Any, int]] | None = None
 
-    def offer_gradient(self, location: str, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Offer a gradient to the block; the hook returns nothing if the backward pass of another run has reached the tensor."""
-        if active_interleaver() is not self:
+    def offer_gradient(self, location: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Offer a gradient to the block; the hook returns nothing if there is none, or the pass of another run has reached the tensor."""
+        if gradient is None or active_interleaver() is not self:
             return None
         # The block edits a copy, because autograd passes expanded buffers, and one buffer to several tensors.
         return self.handle(location, gradient.clone(memory_format=torch.contiguous_format))

@@ -330,3 +330,37 @@ def test_the_gradient_of_rows_that_another_invoke_has_copied_in_place() -> None:
     edited[:2, -1] = donor[:, -1]
     (expected,) = torch.autograd.grad(plain[2](plain[1](edited)).pow(2).sum(), donor)
     torch.testing.assert_close(found, expected[:, -1])
+
+
+class Sided(torch.nn.Module):
+    """Returns a second value, on which the loss does not depend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.side, self.head = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.start(x)
+        return self.head(x), self.side(x).mean(-1)
+
+
+@pytest.mark.parametrize("inputs", [[FIRST], [FIRST, SECOND]])
+@modes
+def test_a_hook_is_not_called_without_a_gradient(backend: str | None, inputs: list[torch.Tensor]) -> None:
+    """Autograd passes None to the hooks of those results of a compiled graph that the loss does not depend on."""
+    model: Any = Rows(Sided(), compile=False if backend is None else {"backend": backend})
+    seen: list[Any] = []
+    with model.trace() as tracer:
+        for x in inputs:
+            with tracer.invoke(x):
+                start = model.start.output
+                head = model.head.output
+                side = model.side.output
+                last = model.output[1]
+                held = {"start": start, "side": side, "last": last}
+                note = [lambda gradient, name=name: seen.append((name, gradient.shape)) for name in held]
+                handles = [tensor.register_hook(hook) for tensor, hook in zip(held.values(), note, strict=True)]
+                head.sum().backward(retain_graph=True)
+                for handle in handles:
+                    handle.remove()
+    assert seen == [("start", x.shape) for x in inputs]

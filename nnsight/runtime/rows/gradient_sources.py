@@ -292,7 +292,15 @@ def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
     for value in args[1] if function is torch.autograd.grad else args[:1]:
         source_of(value)
+    if following is _register_hook:
+        args = (args[0], *(_skipping_none(hook) for hook in args[1:]))
+        kwargs = {name: _skipping_none(hook) for name, hook in kwargs.items()}
     return following(*args, **kwargs)
+
+
+def _skipping_none(hook: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor | None], Any]:
+    """Return ``hook``, but not called with None, which autograd passes if only other results of a compiled graph have a gradient."""
+    return lambda gradient: None if gradient is None else hook(gradient)
 
 
 @functools.wraps(_plain_register_hook)
@@ -315,7 +323,7 @@ def _register_hook(self: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> A
 
 def _register(tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
     tensor.grad_fn  # noqa: B018 - torch crashes if it finds only in `register_hook` that the base of a view was edited
-    return _plain_register_hook(tensor, hook)
+    return _plain_register_hook(tensor, _skipping_none(hook))
 
 
 @_disable_dynamo  # in a function that a user compiles, the call breaks the graph, as that of torch's own method does

@@ -270,7 +270,7 @@ def explaining_shared_graphs() -> Iterator[None]:
     except RuntimeError as error:
         invokes = [] if run is None else [mediator for mediator in run.mediators if mediator.batch_group is not None]
         found = next((why for text, why in _SHARED.items() if text in str(error)), None)
-        if len(invokes) > 1 and found is not None:
+        if len(invokes) > 1 and found is not None and found not in str(error):  # a compiled trace calls `backward` twice
             error.args = (f"{found} Original error from torch.autograd: {error}",)
         raise
 

@@ -189,15 +189,42 @@ def test_retain_grad_before_an_edit(backend: str | None) -> None:
     assert_as_alone(backend, body)
 
 
-def test_an_edit_of_what_another_invoke_needs_says_so() -> None:
-    model = make(None)
-    with pytest.raises(RuntimeError, match="All invokes of a trace share the tensors of one batched forward pass"):
+@pytest.mark.parametrize("form", [None, "aot_eager", "program"])
+def test_a_patch_of_a_copy_passes_its_gradient_on(form: str | None) -> None:
+    model = make(None if form == "program" else form)
+    with model.trace(**({"program": True} if form == "program" else {})) as tracer:
+        barrier = tracer.barrier(2)
+        with tracer.invoke(FIRST):
+            hidden = model.start.output
+            source = hidden[:1, -1]
+            barrier()
+            model.output.sum()
+        with tracer.invoke(SECOND):
+            barrier()
+            new = model.start.output.clone()
+            new[:, -1] = source
+            model.start.output = new
+            loss = model.output.pow(2).sum()
+            with loss.backward():
+                found = hidden.grad.clone().save()
+    module = model._module
+    start, new = module.start(FIRST), module.start(SECOND).clone()
+    new[:, -1] = start[:1, -1]
+    (expected,) = torch.autograd.grad(module.head(module.block(new)).pow(2).sum(), start)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_an_edit_of_what_another_invoke_needs_says_so(backend: str | None) -> None:
+    model = make(backend)
+    with pytest.raises(RuntimeError, match="All invokes of a trace share the tensors of one batched forward pass") as caught:
         with model.trace() as tracer:
             with tracer.invoke(FIRST):
                 squares = model.start.output.pow(2).sum()
                 (model.output.sum() + squares).backward()
             with tracer.invoke(SECOND):
                 model.start.output[:] = 0.0
+    assert str(caught.value).count("All invokes") == 1
 
 
 def test_rows_of_rows() -> None:

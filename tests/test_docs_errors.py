@@ -362,6 +362,18 @@ class Mistakes(Models):
         with (hidden.sum() + out.sum()).backward():
             hidden.grad  # noqa: B018
 
+    def gradient_of_patched_rows(self) -> None:
+        with self.layers.trace(compile=False) as tracer:
+            barrier = tracer.barrier(2)
+            with tracer.invoke(self.x):
+                hidden = self.layers[0].inner.output
+                barrier()
+            with tracer.invoke(self.x):
+                barrier()
+                self.layers[0].inner.output[:, 0] = hidden[:, 0]
+                with self.layers[1].output[0].sum().backward():
+                    hidden.grad  # noqa: B018
+
     def output_in_backward(self) -> None:
         with self.trace(self.x):
             with self.model.output.sum().backward():

@@ -32,7 +32,7 @@ from ..tracing.source import calls_for_with
 from .errors import ReplacementShapeError
 from .interleaver import Interleaver, active_interleaver
 from .mediator import Mediator
-from .rows.gradient_sources import Source, check_rows, source_of
+from .rows.gradient_sources import Source, Uses, check_rows, source_of, uses_behind
 
 _lock = threading.Lock()
 
@@ -71,7 +71,7 @@ class Gradient:
         run, source = active_interleaver(), source_of(self._tensor)
         tensor = source.tensor
         assert isinstance(run, _BackwardInterleaver)
-        check_rows((run._loss,), self._tensor)
+        check_rows(self._tensor, run.uses)
         known = run.locations.get(id(tensor))
         # `locations` also holds the tensor, so that its id is not reused.
         location = known[1] if known else f"<tensor {len(run.locations)} of shape {tuple(tensor.shape)}>.grad"
@@ -135,7 +135,7 @@ class _BackwardInterleaver(Interleaver):
         self.hooks: list[Any] = []
         self.locations: dict[int, tuple[torch.Tensor, str]] = {}
         self._loss = loss
-        self._edges: set[tuple[Any, int]] | None = None
+        self._uses: Uses | None = None
 
     def offer_gradient(self, location: str, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Offer a gradient to the block; the hook returns nothing if there is none, or the pass of another run has reached the tensor."""
@@ -144,17 +144,15 @@ class _BackwardInterleaver(Interleaver):
         # The block edits a copy, because autograd passes expanded buffers, and one buffer to several tensors.
         return self.handle(location, gradient.clone(memory_format=torch.contiguous_format))
 
+    def uses(self) -> Uses:
+        """Return the edges of the autograd graph through which the gradient of the loss flows."""
+        if self._uses is None:
+            self._uses = uses_behind([self._loss])
+        return self._uses
+
     def check_flows_through(self, tensor: torch.Tensor) -> None:
         """Raise if the gradient of the loss does not flow through ``tensor``: its hook would get zeros, or would not run."""
-        if self._edges is None:
-            start = get_gradient_edge(self._loss)
-            self._edges, pending = {start[:2]}, [start.node]
-            while pending:
-                for node, number in pending.pop().next_functions:
-                    if node is not None and (node, number) not in self._edges:
-                        self._edges.add((node, number))
-                        pending.append(node)
-        if get_gradient_edge(tensor)[:2] not in self._edges:
+        if get_gradient_edge(tensor)[:2] not in self.uses():
             raise ValueError(
                 "The gradient of the loss does not flow through this tensor. The loss does not depend on it, or depends on it only "
                 "through an operation without gradients, such as `.detach()`."

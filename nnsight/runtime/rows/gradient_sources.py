@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ _sources = WeakIdKeyDictionary()
 #: The version of each whole tensor of which rows were handed out, at the first time.
 _versions = WeakIdKeyDictionary()
 
-#: The version of the whole tensor of rows, and the rows' node of autograd, when their invoke had last left a location with them.
+#: The version of the whole tensor of rows, and the rows' edge in the autograd graph, when their invoke had last left a location with them.
 _left = WeakIdKeyDictionary()
 
 
@@ -120,27 +121,53 @@ def note_turn(tensor: torch.Tensor, whole: torch.Tensor) -> None:
     found = _sources.get(tensor)
     if isinstance(found, Source) and found.tensor is whole:
         with torch._C.DisableTorchFunction():  # as in `note_rows`
-            _left[tensor] = whole._version, tensor.grad_fn
+            _left[tensor] = whole._version, (tensor.grad_fn, tensor.output_nr)
 
 
-def check_rows(outputs: Sequence[Any], tensor: torch.Tensor) -> None:
+def check_rows(tensor: torch.Tensor, uses: Callable[[], Uses]) -> None:
     """Raise an error if ``tensor``, rows of an invoke, lacks a part of its gradient because another invoke has edited the whole tensor.
 
-    For autograd, an edit in place makes a new version of the whole tensor, and a new node for the rows. What was computed from the rows
-    before the edit hangs on the former node.
+    For autograd, an edit in place makes a new version of the whole tensor, and a new edge for the rows. What was computed from the rows
+    before the edit hangs on the former edge. ``uses`` returns the :func:`uses_behind` the outputs of the pass, if they are needed.
 
     Raises:
-        ValueError: If ``outputs`` depend on such a result.
+        ValueError: If the outputs depend on such a result.
     """
-    version, node = _left.get(tensor, (0, None))
+    version, edge = _left.get(tensor, (0, None))
     found = _sources.get(tensor)
-    if node is None or not isinstance(found, Source) or found.tensor._version == version or tensor.grad_fn is node:
+    if edge is None or not isinstance(found, Source) or found.tensor._version == version or tensor.grad_fn is edge[0]:
         return
-    if node in _users(outputs):
+    if edge in uses():
         raise ValueError(
             "The gradient of these rows cannot be computed: another invoke has edited their tensor in place, and the loss also depends "
-            "on what was computed from the rows before. Edit a copy there, and assign it to the location."
+            "on what was computed from the rows before. Assign an edited copy in that invoke: `edited = layer.output.clone(); "
+            "edited[:, -1] = value; layer.output = edited`."
         )
+
+
+#: Edges of the autograd graph, each a node and the number of its result, with the nodes that use it; ``None`` stands for an output.
+Uses = dict[tuple[Any, int], set[Any]]
+
+
+def uses_behind(outputs: Sequence[Any]) -> Uses:
+    """Return the edges through which gradients of ``outputs``, tensors or edges, flow, and the nodes that use them."""
+    uses: Uses = {}
+    pending: list[tuple[Any, Any, int]] = []
+    for output in outputs:
+        if not isinstance(output, torch.Tensor):
+            pending.append((None, output.node, output.output_nr))
+        elif output.requires_grad:  # of another one, autograd complains
+            pending.append((None, *get_gradient_edge(output)[:2]))
+    seen = set()
+    while pending:
+        user, node, number = pending.pop()
+        if node is None:
+            continue
+        uses.setdefault((node, number), set()).add(user)
+        if node not in seen:
+            seen.add(node)
+            pending += [(node, *edge) for edge in node.next_functions]
+    return uses
 
 
 def refuse_gradient(tensor: torch.Tensor) -> None:
@@ -254,31 +281,18 @@ def _source_for_torch(value: Any) -> Source:
     return source_of(value)
 
 
-def _check_complete(outputs: Sequence[Any], tensors: Sequence[Any]) -> None:
-    """Raise an error if one of ``tensors`` would get a part of the gradient of ``outputs``: they depend on other results of its graph.
+def _check_complete(tensors: Sequence[Any], uses: Callable[[], Uses]) -> None:
+    """Raise an error if one of ``tensors`` would get a part of its gradient: the outputs of the pass depend on other results of its graph.
 
     Raises:
         ValueError: If a compiled graph hides a part of the gradient from autograd.
     """
-    partial = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and _is_partial(tensor)]
-    if not partial:
-        return
-    users = _users(outputs)
-    for view in filter(None, partial):  # the tensor is a view of a result, or a copy of it, so its node follows that of the graph
-        if any(users.get(graph, set()) - {view} for graph, _ in view.next_functions if graph is not None):
-            raise ValueError(_PARTIAL)
-
-
-def _users(outputs: Sequence[Any]) -> dict[Any, set[Any]]:
-    """Return, for each node of the autograd graph of ``outputs``, the nodes to which its results go; ``None`` stands for the outputs."""
-    users: dict[Any, set[Any]] = {}
-    pending: list[tuple[Any, Any]] = [(None, output.grad_fn if isinstance(output, torch.Tensor) else output.node) for output in outputs]
-    while pending:
-        user, node = pending.pop()
-        if node not in users:
-            pending += [(node, function) for function, _ in getattr(node, "next_functions", ())]
-        users.setdefault(node, set()).add(user)
-    return users
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and _is_partial(tensor) and tensor.grad_fn is not None:
+            view = tensor.grad_fn  # the tensor is a view of a result, or a copy of it, so its node follows that of the graph
+            graphs = [graph for graph, _ in view.next_functions if graph is not None]
+            if any(node in graphs and users != {view} for (node, _), users in uses().items()):
+                raise ValueError(_PARTIAL)
 
 
 def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -357,7 +371,8 @@ def _keep_gradient(tensor: torch.Tensor, source: Source) -> Any:
 def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     """Run autograd, as torch's function of this name. The fourth argument after ``outputs`` has the tensors to differentiate by."""
     inputs: Sequence[Any] = args[3]
-    _check_complete(outputs, [*inputs, *(tensor for tensor in list(_observed) if tensor.retains_grad or tensor._backward_hooks)])
+    uses = functools.cache(lambda: uses_behind(outputs))
+    _check_complete([*inputs, *(tensor for tensor in list(_observed) if tensor.retains_grad or tensor._backward_hooks)], uses)
     sources = list(map(_source_for_torch, inputs))
     kept = []
     if kwargs.get("accumulate_grad"):
@@ -367,7 +382,7 @@ def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
         kept += [(tensor, _source_for_torch(tensor)) for tensor in others]
     for tensor in [*inputs, *(tensor for tensor, _ in kept)]:
         if isinstance(tensor, torch.Tensor):
-            check_rows(outputs, tensor)
+            check_rows(tensor, uses)
     hooks = [_keep_gradient(tensor, source) for tensor, source in kept if source.tensor.requires_grad]
     before, _passes.running = getattr(_passes, "running", False), True
     try:

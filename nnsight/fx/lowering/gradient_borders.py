@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,7 @@ from ..splicing.passes import base_of
 from .region_plan import STRETCH
 
 if TYPE_CHECKING:
+    from ..splicing.pieces import SplicedGraph
     from .region_plan import Plan
 
 #: Calls through which no gradient flows.
@@ -164,6 +165,51 @@ def partial_results(
                 break
             pending += users
     return frozenset(found)
+
+
+def patched_rows(spliced: SplicedGraph, rows: Mapping[Any, tuple[torch.fx.Node, torch.fx.Node]]) -> frozenset[Any]:
+    """Return the keys of ``rows`` whose gradient is incomplete because the block of another invoke edits their whole tensor in place.
+
+    ``rows`` has the node of the rows of an invoke, and that of their whole tensor. The gradient is that of the whole tensor after the edit,
+    so it lacks what was computed from the rows before.
+    """
+    graph = spliced.graph_module.graph
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    edits_by_block = [(node, source) for node in graph.nodes if node.name in spliced.marks and (source := edited(node)) is not None]
+    found = set()
+    for key, (given, whole) in rows.items():
+        own = _way(given, whole) or []
+        ways = {edit: way for edit, source in edits_by_block if (way := _way(source, whole)) is not None and order[edit] > order[given]}
+        others = [order[edit] for edit, way in ways.items() if way[: len(own)] != own]
+        if others and any(order[user] <= max(others) and (user not in ways or order[user] in others) for user in _users_of_views(given)):
+            found.add(key)
+    return frozenset(found)
+
+
+def _way(node: torch.fx.Node, whole: torch.fx.Node) -> list[Any] | None:
+    """Return the views that lead from ``whole`` to ``node``: for each, what is called, and the arguments but for the tensor."""
+    way: list[Any] = []
+    while node is not whole:
+        source = edited(node)
+        if source is None and kind_of(node) in _MAYBE and node.all_input_nodes:
+            source = node.all_input_nodes[0]
+        if source is None:
+            return None
+        if edited(node) is None:
+            way.append((node.target, node.args[1:], node.kwargs))
+        node = source
+    return way[::-1]
+
+
+def _users_of_views(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Yield the calls that compute with a tensor or with a view of it, if gradients flow through them."""
+    for user in node.users:
+        if user.op == "output" or edited(user) is node or not _passes_gradients(user):
+            continue
+        if kind_of(user) in _SURELY and user.args[0] is node:
+            yield from _users_of_views(user)
+        else:
+            yield user
 
 
 def _passes_gradients(node: torch.fx.Node) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from ..splicing.splice import splice
 from . import background
 from .backends import BackendCallable
 from .early_results import with_hand_overs
-from .gradient_borders import mark_borders, partial_results
+from .gradient_borders import mark_borders, partial_results, patched_rows
 from .lowering import Lowered, Placement, Prepared, lower_prepared, prepare, run_as_is, sharing_of
 from .region_plan import Plan, copy_stretches
 from .regions import KnownRegions, lower_in_regions
@@ -75,9 +75,11 @@ class Variant:
         wanted: Further results: references, captured nodes, or constants.
         observed: Whether autograd has to see every tensor that becomes real. The graph is then cut after each of them.
         unseen: Whether the outputs of the captured graph are left out of ``wanted``, because nobody sees them.
+        rows: Which alive values are rows of an invoke, each with the number of its whole tensor, which is alive, too.
 
     Attributes:
         positions: Position of each alive value among the graph's results.
+        patched_rows: The values among ``rows`` with incomplete gradients, see :func:`~nnsight.fx.lowering.gradient_borders.patched_rows`.
         edits_inputs: Whether the spliced graph edits one of its inputs.
     """
 
@@ -91,6 +93,7 @@ class Variant:
         wanted: Sequence[Any],
         observed: bool = False,
         unseen: bool = False,
+        rows: Mapping[int, int] | None = None,
     ) -> None:
         self.unseen = unseen
         results: dict[Result, int] = {}
@@ -102,6 +105,9 @@ class Variant:
         self.spliced = splice(graph, piece, program, stop, list(results))
         counters.add("splices")
         self.positions = {index: results[ValueNumber(index)] for index in alive}
+        returned: Any = self.spliced.graph_module.graph.output_node().args[0]
+        nodes = {index: (returned[self.positions[index]], returned[self.positions[whole]]) for index, whole in (rows or {}).items()}
+        self.patched_rows = patched_rows(self.spliced, nodes)
         self._plan = [
             (0, results[item])
             if isinstance(item, (ValueNumber, torch.fx.Node))

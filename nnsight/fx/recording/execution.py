@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from ...runtime.interleaver import Interleaver
 from ...runtime.report import Break, Report
+from ...runtime.rows.gradient_sources import PATCHED, note_rows, note_turn, refuse_gradient, share_gradient
 from ...runtime.rows.gradient_sources import call as call_torch
-from ...runtime.rows.gradient_sources import note_rows, refuse_gradient, share_gradient
 from ...runtime.switching.mode_stacks import unseen
 from ...tracing.block import Block
 from ...tracing.saving import saves
@@ -272,9 +272,11 @@ class PieceRunner(CallRecorder):
                 if variant is None:
                     resolved = [self.resolve(item) if isinstance(item, torch.fx.Node) else item for item in wanted]
                     program = self.state.program()
-                    variant = Variant(self.graph, self.piece, program, stop, alive, () if unseen else resolved, observed, unseen)
+                    what = (self.graph, self.piece, program, stop, alive)
+                    wholes = {index: whole._index for _, index, whole, *_ in held_rows if isinstance(whole, LazyTensor)}
+                    variant = Variant(*what, () if unseen else resolved, observed, unseen, wholes)
                     if unseen and variant.may_hide_errors():
-                        variant = Variant(self.graph, self.piece, program, stop, alive, resolved, observed)
+                        variant = Variant(*what, resolved, observed, rows=wholes)
                     self.state.variants[key] = variant
         if self.journal is not None:
             self.journal.runs(self, variant, alive, stop)
@@ -289,17 +291,20 @@ class PieceRunner(CallRecorder):
             computed = run_lowered(self.report, ran, arguments)
         self.failed_to_run = False
         self._fill(alive, computed, variant.positions, lowered.partial, taken)
-        for given, whole, *place in held_rows:
-            if whole is not None:
+        for given, index, whole, *place in held_rows:
+            if index in variant.patched_rows and given.requires_grad:
+                refuse_gradient(given, PATCHED)
+            elif whole is not None:
                 for tensor in (given, real_of(given)):  # two, if the lazy tensor could not become the real one
                     note_rows(tensor, real_of(whole), *place)
+                    note_turn(tensor, real_of(whole))  # later edits by the block of these rows call it again
             elif given.requires_grad:
                 refuse_gradient(given)
         refuse_edited(arguments, lowered.partial)
         return alive, self.graph.stand_ins(self.binding) if variant.unseen else variant.deliver(computed, self.inputs, self.externals)
 
     def _rows_with_wholes(self, observed: bool) -> list[tuple[Any, ...]]:
-        """Return the rows of invokes that the block holds, each with its whole tensor, group and place, see :meth:`note_rows`.
+        """Return the rows of invokes that the block holds, each with its number, its whole tensor, group and place.
 
         A whole tensor becomes a result of the graph only if gradients may be requested before the run ends. Otherwise it is ``None``.
         """
@@ -309,7 +314,8 @@ class PieceRunner(CallRecorder):
         for index, (whole, *place) in self.rows.items():
             given = self.held(index)
             if given is not None:
-                found.append((given, whole if isinstance(whole, torch.Tensor) else self.lazy(whole) if observed else None, *place))
+                known = whole if isinstance(whole, torch.Tensor) else self.lazy(whole) if observed else None
+                found.append((given, index, known, *place))
         return found
 
     def _taker(self, alive: tuple[int, ...], positions: dict[int, int], taken: set[int]) -> Take:

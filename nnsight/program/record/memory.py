@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..format.errors import NotExpressibleError
 from ..format.nodes import write_argument
-from ..format.operators import NAMES
+from ..format.operators import NAMES, is_in_place, is_view
 from ..format.trees import references, with_references
 from .inputs import edits_allowed
 from .refusals import here, refused, why_demand
@@ -154,6 +154,29 @@ class InPlaceEdits:
                     "model goes on. `.clone()` it first."
                 )
                 self._stale.setdefault(other, []).append((*stretch(tensor), message))
+
+    def is_patched(self, whole: torch.Tensor) -> bool:
+        """Whether a later invoke edits ``whole``, a value of the model, and an operator has used this invoke's rows before.
+
+        The gradient of the rows is that of ``whole`` after the edit, so it would lack the way through this operator.
+        """
+        nodes, read = self._recorder.nodes, self._recorder._refs[whole][0]
+        tensor = self._read.get(read)
+        if tensor is None:
+            return False
+        with torch._C.DisableTorchFunction():  # this look at the tensor is not one of the block
+            reads, block = self._reads_of[tensor.untyped_storage()._cdata], nodes[read]["block"]
+        writes = [number for number, node in enumerate(nodes) if node["do"] == "write" and node.get("in_place") and node["block"] != block]
+        last = max((number for number in writes if nodes[number]["value"]["ref"][0] in reads), default=read)
+        views = {read}
+        for number, node in enumerate(nodes[read + 1 : last], read + 1):
+            name, used = node.get("name", ""), [used for used, _ in references(node.get("args", []))]
+            if views.isdisjoint(used) or name == NAMES[torch.ops.aten.detach.default]:
+                continue
+            if not (used[0] in views and (is_view(name) or is_in_place(name))):
+                return True
+            views.add(number)
+        return False
 
     def _root(self, tensor: torch.Tensor) -> int:
         """Return the number of the node that made the memory of ``tensor``."""

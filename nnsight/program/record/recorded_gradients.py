@@ -19,6 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...runtime.gradients import check_gradient, gradients_in_functions
 from ...runtime.rows.batching import BatchGroup, View
+from ...runtime.rows.gradient_sources import PATCHED
 from ...tracing import Tracer
 from ..format.nodes import IN_PASS
 from .refusals import here, refused
@@ -152,6 +153,8 @@ class Gradients:
             whole, group, place = rows
             if place.scattered:  # such rows are a copy, so an edit of their gradient would be lost
                 raise refused("The rows of this invoke are not contiguous in this tensor, so their gradient cannot be sent.")
+            if self._recorder.edits.is_patched(self._known(whole)):
+                raise ValueError(here(PATCHED))
             taken: torch.Tensor = group.take(self.read(whole), place)
             return taken
         recorder = self._recorder

@@ -138,11 +138,15 @@ def check_rows(tensor: torch.Tensor, uses: Callable[[], Uses]) -> None:
     if edge is None or not isinstance(found, Source) or found.tensor._version == version or tensor.grad_fn is edge[0]:
         return
     if edge in uses():
-        raise ValueError(
-            "The gradient of these rows cannot be computed: another invoke has edited their tensor in place, and the loss also depends "
-            "on what was computed from the rows before. Assign an edited copy in that invoke: `edited = layer.output.clone(); "
-            "edited[:, -1] = value; layer.output = edited`."
-        )
+        raise ValueError(PATCHED)
+
+
+#: Why the gradient of rows is not known: the way through what was computed from them before the edit is no part of it.
+PATCHED = (
+    "The gradient of these rows cannot be computed: another invoke has edited their tensor in place, and the loss may also depend on what "
+    "was computed from the rows before. Assign an edited copy in that invoke: `edited = layer.output.clone(); edited[:, -1] = value; "
+    "layer.output = edited`."
+)
 
 
 #: Edges of the autograd graph, each a node and the number of its result, with the nodes that use it; ``None`` stands for an output.
@@ -170,12 +174,26 @@ def uses_behind(outputs: Sequence[Any]) -> Uses:
     return uses
 
 
-def refuse_gradient(tensor: torch.Tensor) -> None:
+_PARTIAL = (
+    "The gradient of this tensor cannot be computed: a compiled graph has returned it together with results that depend on it, and "
+    "autograd does not know of this dependence. Call `.requires_grad_()` on the tensor in the trace, where you read it, or use "
+    "`trace(..., compile=False)`."
+)
+
+
+class _Partial(NamedTuple):
+    """The version of a tensor for which autograd lacks a part of the gradient, and the error."""
+
+    version: int
+    message: str
+
+
+def refuse_gradient(tensor: torch.Tensor, message: str = _PARTIAL) -> None:
     """Make ``tensor.grad`` an error until ``tensor`` is edited in place, because autograd would compute only a part of the gradient.
 
     Torch may still be asked for gradients of losses that depend on no other result of the same graph: those are complete.
     """
-    _sources[tensor] = tensor._version
+    _sources[tensor] = _Partial(tensor._version, message)
     _follow_in_torch()
 
 
@@ -191,22 +209,16 @@ def source_of(tensor: torch.Tensor) -> Source:
         if found.steps and inner.tensor is found.tensor and not _hangs_on(tensor, found.tensor):
             return _source_in_memory(tensor, found.tensor)
         return Source(inner.tensor, inner.steps + found.steps)
-    if _is_partial(tensor):
-        raise ValueError(_PARTIAL)
+    partial = _partial(tensor)
+    if partial is not None:
+        raise ValueError(partial.message)
     return Source(tensor)
 
 
-_PARTIAL = (
-    "The gradient of this tensor cannot be computed: a compiled graph has returned it together with results that depend on it, and "
-    "autograd does not know of this dependence. Call `.requires_grad_()` on the tensor in the trace, where you read it, or use "
-    "`trace(..., compile=False)`."
-)
-
-
-def _is_partial(tensor: torch.Tensor) -> bool:
-    """Whether a compiled graph hides a part of the gradient. No result of the graph depends on the tensor after an edit in place."""
+def _partial(tensor: torch.Tensor) -> _Partial | None:
+    """Return why the gradient is partial, if a graph hides a part of it. No result of the graph depends on the tensor after an edit."""
     found = _sources.get(tensor)
-    return isinstance(found, int) and found == tensor._version
+    return found if isinstance(found, _Partial) and found.version == tensor._version else None
 
 
 def _hangs_on(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
@@ -276,7 +288,7 @@ def _follow_in_torch() -> None:
 
 def _source_for_torch(value: Any) -> Source:
     """Return the source of what torch is asked the gradient of. A tensor whose gradient may be partial is its own."""
-    if not isinstance(value, torch.Tensor) or isinstance(_sources.get(value), int):
+    if not isinstance(value, torch.Tensor) or isinstance(_sources.get(value), _Partial):
         return Source(value)
     return source_of(value)
 
@@ -288,11 +300,12 @@ def _check_complete(tensors: Sequence[Any], uses: Callable[[], Uses]) -> None:
         ValueError: If a compiled graph hides a part of the gradient from autograd.
     """
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and _is_partial(tensor) and tensor.grad_fn is not None:
+        partial = _partial(tensor) if isinstance(tensor, torch.Tensor) else None
+        if partial is not None and tensor.grad_fn is not None:
             view = tensor.grad_fn  # the tensor is a view of a result, or a copy of it, so its node follows that of the graph
             graphs = [graph for graph, _ in view.next_functions if graph is not None]
             if any(node in graphs and users != {view} for (node, _), users in uses().items()):
-                raise ValueError(_PARTIAL)
+                raise ValueError(partial.message)
 
 
 def call(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -323,7 +336,7 @@ def _register_hook(self: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> A
         return torch.overrides.handle_torch_function(torch.Tensor.register_hook, (self,), self, hook)
     source = _source_for_torch(self)
     if source.tensor is self:
-        if _is_partial(self):
+        if _partial(self) is not None:
             _observed[self] = None
         return _plain_register_hook(self, hook)
     steps = source.steps  # a hook of a tensor that refers to the tensor would keep it alive
@@ -347,7 +360,7 @@ def _retain_grad(self: torch.Tensor) -> None:
         torch.overrides.handle_torch_function(torch.Tensor.retain_grad, (self,), self)
         return
     if _source_for_torch(self).tensor is self:
-        if _is_partial(self):
+        if _partial(self) is not None:
             _observed[self] = None
         _plain_retain_grad(self)
     else:

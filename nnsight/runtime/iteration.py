@@ -49,6 +49,7 @@ class IteratorTracer(Tracer):
 
     def __init__(self, steps: Steps) -> None:
         self._steps = _numbers(steps)
+        self._step: int | None = None
         super().__init__()
         self._range: Any = self._steps
         if isinstance(self._steps, itertools.count) and isinstance(steps, slice):
@@ -86,9 +87,18 @@ class IteratorTracer(Tracer):
 
     def run(self) -> None:
         """Run the body of the ``with`` block once for each step; ``as`` binds the number of the step."""
-        assert self.info is not None and self.scope is not None
-        for step in self:
-            self.info.bind(self.scope, step, self.module_globals)()
+        assert self.scope is not None and self._frame is not None
+        try:
+            for self._step in self:
+                self.compile()()
+        finally:
+            if self._step is not None:
+                self._bind(self._frame, self.scope, None, every=True)
+
+    @property
+    def target_value(self) -> int | None:
+        """The number of the step; ``None`` before the first one."""
+        return self._step
 
 
 class Iterations:

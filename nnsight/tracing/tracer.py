@@ -73,6 +73,7 @@ class Tracer:
     Info = Block  # the class of `info`
     #: The warning about an object that is never entered.
     never_entered = "{} was created but never entered, so nothing ran. Use it in a `with` statement with a block."
+    is_step = False  # whether the block, if it runs in another block, is a part of it, as the body of an `if` is
     runs_once = ""  # error message if the object is entered for a second time; empty if it can run again
 
     def __init__(self, backend: Backend | None = None) -> None:
@@ -185,12 +186,13 @@ class Tracer:
             raise
         finally:
             try:
-                self._bind_saved(frame, scope, values)
+                self._bind(frame, scope, values, every=self.is_step and not outermost)
             finally:
                 if token is not None:
                     saves.reset(token)
 
-    def _bind_saved(self, frame: types.FrameType, scope: Scope, values: dict[str, Any] | None) -> None:
+    def _bind(self, frame: types.FrameType, scope: Scope, values: dict[str, Any] | None, every: bool) -> None:
+        """Bind the names of the block in the user's frame: those with saved values, or with ``every`` all that it assigns."""
         assert self.info is not None
         bound = self.info.bindings(self.target_value)
         if not self.owns_scope:
@@ -198,8 +200,8 @@ class Tracer:
                 scope.cells[name].cell_contents = value
             return
         if values is None:
-            marked = saves.get()
-            values = {name: value for name, value in scope.items() if id(value) in marked} if marked else {}
+            marked, stored = saves.get() or {}, self.info.stored if every else ()
+            values = {name: value for name, value in scope.items() if name in stored or id(value) in marked}
         write_back(frame, {**values, **bound})
         if not self._deferred:
             scope.clear()

@@ -192,3 +192,30 @@ def test_invokes_share_a_scope_and_helpers_have_their_own(model: Any, compile: b
             model.layers[0].output  # noqa: B018
             seen = nnsight.save([shared, helper(), shared])
     assert seen == [1, 100, 1]
+
+
+@both
+@pytest.mark.parametrize("how", [{}, {"program": True}], ids=["trace", "program"])
+def test_a_helper_has_the_variables_of_its_inner_blocks(model: Any, compile: bool, how: dict[str, bool]) -> None:
+    """The blocks of a backward pass and of a step are parts of the trace, so no value in them has to be saved."""
+
+    def gradient() -> torch.Tensor:
+        hidden = model.layers[0].output[0]
+        with model.output.sum().backward():
+            found = hidden.grad * 2
+        return found + 1
+
+    def first(tracer: Any) -> torch.Tensor:
+        with tracer.iter[0]:
+            found = model.embed.output + 1
+        return found
+
+    with model.trace(ids(1), compile=compile, **how) as tracer:
+        embedded = first(tracer).save()
+        helped = gradient().save()
+    with model.trace(ids(1), compile=compile):
+        expected = nnsight.save([model.embed.output + 1])
+        hidden = model.layers[0].output[0]
+        with model.output.sum().backward():
+            expected.append(hidden.grad * 2 + 1)
+    torch.testing.assert_close([embedded, helped], expected)

@@ -197,6 +197,8 @@ class Gradients:
 class RecordedPass(Tracer):
     """The value of ``loss.backward(...)`` in the header of a ``with`` statement of a recorded block."""
 
+    is_step = True
+
     def __init__(
         self,
         gradients: Gradients,

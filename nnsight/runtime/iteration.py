@@ -89,7 +89,8 @@ class IteratorTracer(Tracer):
         """Run the body of the ``with`` block once for each step; ``as`` binds the number of the step."""
         assert self.scope is not None and self._frame is not None
         try:
-            for self._step in self:
+            for step in self:
+                self._step = step
                 self.compile()()
         finally:
             if self._step is not None:

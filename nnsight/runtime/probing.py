@@ -202,10 +202,10 @@ def _compare(one: Mapping[str, Any], other: Mapping[str, Any], first: ProbedShap
         grown = other[path][0]
         sizes = enumerate(zip(shape, grown, strict=True))
         dim = next((d for d, (few, many) in sizes if few and few % first.rows == 0 and few * second.rows == many * first.rows), None)
-        if dim is None:
-            found[path] = None
-        elif outer == MIXED or outer != other[path][1]:
+        if outer == MIXED or (dim is not None and outer != other[path][1]):
             found[path] = MIXED_ROWS
+        elif dim is None:
+            found[path] = None
         else:
             found[path] = Rows(dim, len(shape), outer, shape[dim] // first.rows // outer)
     return found

@@ -317,6 +317,39 @@ def test_rows_in_an_order_that_depends_on_their_values_are_whole(compile: bool, 
     assert told.startswith("Each invoke sees and edits all rows of the batch at `model.inner.output`")
 
 
+class Masked(torch.nn.Module):
+    """Applies a layer to the rows that a mask selects, like an adapter, and another one to numbers of its own that a mask selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Identity()
+        self.own = torch.nn.Identity()
+        self.outer = torch.nn.Identity()
+        self.register_buffer("numbers", torch.tensor([1.0, -1.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = x[:, 0] > 0
+        y = torch.zeros_like(x)
+        y[chosen] = self.inner(x[chosen] * 1) + self.own(self.numbers[self.numbers > 0])
+        return self.outer(y)
+
+
+def test_rows_that_a_mask_selects_are_whole(caplog: pytest.LogCaptureFixture) -> None:
+    model = Along(Masked())
+    with model.trace(compile=False) as tracer:
+        with tracer.invoke(torch.tensor([[3.0, 1.0]])):
+            chosen = model.inner.output.save()
+            own = model.own.output.save()
+            first = model.outer.output.save()
+        with tracer.invoke(torch.tensor([[-1.0, 2.0], [2.0, 3.0]])):
+            second = model.outer.output.save()
+    assert chosen.tolist() == [[3.0, 1.0], [2.0, 3.0]]
+    assert own.tolist() == [1.0]
+    assert (first.tolist(), second.tolist()) == ([[4.0, 2.0]], [[0.0, 0.0], [3.0, 4.0]])
+    [told] = [record.message for record in caplog.records if record.name == "nnsight.runtime"]
+    assert told.startswith("Each invoke sees and edits all rows of the batch at `model.inner.output`")
+
+
 class Joined(torch.nn.Module):
     """Takes its batch apart by ``apart`` and joins what ``inner`` has made of it."""
 

@@ -36,6 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ...shared_changes import SharedChange
 from ...tracing.parsing import with_cells
 from ..batched_containers import on_tensors
+from .row_order import SELECTED
 
 #: Guards warning filters and random number generators, which belong to the process.
 _lock = threading.RLock()
@@ -100,6 +101,8 @@ class Guesses(TorchDispatchMode):
             made = result_of_size(func, args, kwargs or {}, lambda most: 1)
             if made is None:
                 raise
+            for tensor in (made,) if isinstance(made, torch.Tensor) else made:
+                setattr(tensor, SELECTED, True)
             return made
 
 

@@ -4,6 +4,9 @@ The size of a batch axis does not determine the order. In an axis of size 12, fr
 adjacent (``[batch, sequence]``, flattened), or the rows of a token (``[sequence, batch]``, flattened), or the batch may be doubled. So each
 operation is followed: views, ``cat``, ``repeat`` and ``repeat_interleave`` change the order, sorting mixes the rows, and all other
 operations keep the order of their inputs. The inverse of a sort's permutation restores the order, as in a mixture of experts.
+
+Entries that are selected by values (``hidden[mask]``) have no batch axis, but come from all rows. They are followed, too, until they are
+put into a tensor with a batch axis.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-#: The order of entries that were sorted by something other than their rows: it is not known which entry belongs to which row.
+#: The order of entries that were sorted or selected by something other than their rows: it is not known which entry belongs to which row.
 MIXED = 0
 
 #: Attribute of a fake tensor with the result of `outer_of`.
@@ -27,6 +30,9 @@ _BEFORE = "_nnsight_before"
 
 #: Attribute of a part of a batch: the rows of its entries in the former batch axis, or one row if all of it belongs to that row.
 _ROWS = "_nnsight_rows"
+
+#: Attribute of a fake result whose size depends on values.
+SELECTED = "_nnsight_selected"
 
 _aten = torch.ops.aten
 _VIEWS = {_aten.view, _aten._unsafe_view, _aten.reshape, _aten._reshape_alias}
@@ -71,7 +77,15 @@ class RowOrder(TorchDispatchMode):
                     setattr(tensor, _TAG, outer)
             elif rows is not None:
                 setattr(tensor, _ROWS, rows)
+            elif tensor.dim() and self._is_selected(tensor, (args, kwargs)):
+                setattr(tensor, _TAG, MIXED)
         return result
+
+    def _is_selected(self, result: torch.Tensor, given: Any) -> bool:
+        """Whether ``result``, without a batch axis, has entries that were selected by values from the batch."""
+        tensors = [leaf for leaf in pytree.tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+        selects = hasattr(result, SELECTED) and any(batch_dim(tensor.shape, self._rows) is not None for tensor in tensors)
+        return selects or any(outer_of(tensor) == MIXED and batch_dim(tensor.shape, self._rows) is None for tensor in tensors)
 
     def _rows_of_part(self, packet: Any, args: Any, kwargs: Any, part: torch.Tensor, start: int) -> tuple[tuple[int, ...] | None, int]:
         """Return the rows of the entries of a part of a batch, and where the next part starts in the axis that an operation splits."""

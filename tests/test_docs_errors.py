@@ -374,6 +374,14 @@ class Mistakes(Models):
                 with self.layers[1].output[0].sum().backward():
                     hidden.grad  # noqa: B018
 
+    @only_compiled
+    def gradient_of_a_gradient(self) -> None:
+        model = NNsight(torch.nn.Linear(4, 4), compile={"backend": "aot_eager"})
+        with model.trace(self.x):
+            loss = model.output.pow(3).sum().save()
+        (gradient,) = torch.autograd.grad(loss, model.weight, create_graph=True)
+        gradient.sum().backward()
+
     def output_in_backward(self) -> None:
         with self.trace(self.x):
             with self.model.output.sum().backward():

@@ -32,7 +32,7 @@ from ..tracing.source import calls_for_with
 from .errors import ReplacementShapeError
 from .interleaver import Interleaver, active_interleaver
 from .mediator import Mediator
-from .rows.gradient_sources import Source, Uses, check_rows, source_of, uses_behind
+from .rows.gradient_sources import Source, Uses, check_rows, explaining, source_of, uses_behind
 
 _lock = threading.Lock()
 
@@ -200,7 +200,7 @@ class BackwardsTracer(Tracer):
                 "The loss of `with ...backward():` does not require grad: no tensor that it depends on does, or it was computed under "
                 "`torch.no_grad()`. Call `.requires_grad_()` on a tensor in the trace, before the model uses it."
             )
-        with explaining_shared_graphs():
+        with explaining_errors():
             _run_along(loss, function, self.info, lambda: _plain_backward(loss, *args, **kwargs))
 
     def _close(self) -> None:
@@ -257,20 +257,21 @@ def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return run.recorder.gradients.begin(self, args, kwargs, calls_for_with(sys._getframe(1)))
     if calls_for_with(sys._getframe(1)):
         return BackwardsTracer(self, args, kwargs)
-    with explaining_shared_graphs():
+    with explaining_errors():
         return _plain_backward(self, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def explaining_shared_graphs() -> Iterator[None]:
-    """Add to errors of autograd what they have to do with the other invokes of a trace."""
+def explaining_errors() -> Iterator[None]:
+    """Add to errors of autograd what they have to do with the other invokes of a trace, or with its compiled graph."""
     run = active_interleaver()
     try:
         yield
     except RuntimeError as error:
         invokes = [] if run is None else [mediator for mediator in run.mediators if mediator.batch_group is not None]
-        found = next((why for text, why in _SHARED.items() if text in str(error)), None)
-        if len(invokes) > 1 and found is not None and found not in str(error):  # a compiled trace calls `backward` twice
+        known = {**(_SHARED if len(invokes) > 1 else {}), **_COMPILED}
+        found = next((why for text, why in known.items() if text in str(error)), None)
+        if found is not None and found not in str(error):  # a compiled trace calls `backward` twice
             error.args = (f"{found} Original error from torch.autograd: {error}",)
         raise
 
@@ -286,6 +287,16 @@ _SHARED = {
         "tensor that the backward pass needs. Assign an edited copy to the location instead: `layer.output = layer.output * 2`."
     ),
 }
+
+#: What they mean after a compiled graph has run.
+_COMPILED = {
+    "does not currently support double backward": (
+        "A compiled graph cannot be differentiated twice. Use `trace(..., compile=False)`, or write `create_graph=True` in the block of "
+        "the trace itself: then the graph runs operation by operation."
+    ),
+}
+
+explaining[0] = explaining_errors
 
 
 def add_tensor_methods() -> None:

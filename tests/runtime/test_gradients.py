@@ -455,6 +455,30 @@ def test_two_passes_with_retain_graph(backend: str | None) -> None:
     torch.testing.assert_close(model._module.first.weight.grad, 4 * expected["first.weight"])
 
 
+@pytest.mark.filterwarnings("ignore:In this compiled trace .* ran operation by operation. the block asks for `create_graph`")
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@modes
+@pytest.mark.parametrize("by", ["grad", "backward"])
+def test_the_gradient_of_a_gradient(backend: str | None, by: str) -> None:
+    """A penalty on a gradient, as energy models and Jacobian probes have it."""
+    model = make(backend)
+    with model.trace(X):
+        first = model.first.output
+        loss = model.output.pow(3).sum()
+        if by == "grad":
+            (slope,) = torch.autograd.grad(loss, first, create_graph=True)
+        else:
+            with loss.backward(create_graph=True, inputs=[first]):
+                slope = first.grad
+        with slope.pow(2).sum().backward():
+            found = first.grad.clone().save()
+    module = model._module
+    start = module.first(X)
+    (slope,) = torch.autograd.grad(module.last(module.norm(start + module.branch(start))).pow(3).sum(), start, create_graph=True)
+    (expected,) = torch.autograd.grad(slope.pow(2).sum(), start)
+    torch.testing.assert_close(found, expected)
+
+
 @modes
 def test_a_block_of_its_own_after_the_trace(backend: str | None) -> None:
     model = make(backend)
@@ -863,16 +887,19 @@ def test_backward_with_and_without_a_block() -> None:
 
 @real_graph
 @pytest.mark.parametrize("later", [{}, {"retain_graph": True}])
-@pytest.mark.parametrize("block", [True, False])
-def test_invokes_that_need_the_graph_of_another(backend: str | None, later: dict[str, Any], block: bool) -> None:
+@pytest.mark.parametrize("block", ["with", "call", "grad"])
+def test_invokes_that_need_the_graph_of_another(backend: str | None, later: dict[str, Any], block: str) -> None:
     """Autograd's own error does not say that invokes share a graph."""
     model = Rows(Net(), compile=False if backend is None else {"backend": backend})
 
     def differentiate(**how: Any) -> None:
-        if not block:
+        if block == "call":
             model.output.sum().backward(**how)
             return
         hidden = model.first.output
+        if block == "grad":
+            torch.autograd.grad(model.output.sum(), hidden, **how)
+            return
         with model.output.sum().backward(**how):
             hidden.grad.clone()
 

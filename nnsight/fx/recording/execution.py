@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger("nnsight.fx")
 
 
+#: Why a graph runs node by node: ahead-of-time autograd has no backward pass of a backward pass.
+_TWICE = "the block asks for `create_graph`, and no compiled graph can be differentiated twice. Use `trace(..., compile=False)`."
+
+
 class GraphBreakError(RuntimeError):
     """A trace must be one graph (``fullgraph=True``), and a block needed a concrete value, or the call must run uncompiled."""
 
@@ -62,7 +66,10 @@ class PieceRunner(CallRecorder):
         self.fullgraph = fullgraph
         self.suspended_in: int | None = None  # the thread in which a nested run is active
         self.failed_to_run = False  # whether a piece raised an error; its side effects must not happen a second time
-        self._differentiates = any(_mentions_backward(mediator.info) for mediator in run.mediators)
+        blocks = [mediator.info.code for mediator in run.mediators if isinstance(mediator.info, Block)]
+        # If the code of a block mentions `backward`, autograd has to see the tensors of the block.
+        self._differentiates = any("backward" in code.co_names for code in blocks)
+        self._twice = any("create_graph" in names for code in blocks for names in code.co_consts if isinstance(names, tuple))
         self.as_captured = True  # whether the model continues with tensors of the captured metadata: only values have changed
         self._ended: tuple[Break, str] | None = None  # an unreported cut for a backward pass, after the last computation of the model
         if graph.whole is None:
@@ -282,7 +289,10 @@ class PieceRunner(CallRecorder):
             self.journal.runs(self, variant, alive, stop)
         arguments = [*variant.take(self.inputs), *self.externals, *map(as_argument, self.numbers)]
         sizes = self.binding + self.numbers
-        lowered, compiles = variant.lowered_for(sizes, arguments) if lower else (variant.unlowered(), 0)
+        if lower and not (observed and self._twice):
+            lowered, compiles = variant.lowered_for(sizes, arguments)
+        else:
+            lowered, compiles = variant.unlowered(_TWICE if lower else ""), 0
         self.report.compiles += compiles
         ran = RanPiece(self.graph, self.state, variant, lowered, self.binding, stop, cut)
         self.failed_to_run = True
@@ -386,11 +396,6 @@ def refuse_edited(arguments: Sequence[Any], partial: frozenset[int]) -> None:
     for place in partial:
         if place < 0 and isinstance(arguments[~place], torch.Tensor) and arguments[~place].requires_grad:
             refuse_gradient(arguments[~place])
-
-
-def _mentions_backward(block: Any) -> bool:
-    """Whether the code of a block mentions ``backward``; then autograd has to see the tensors of the block."""
-    return isinstance(block, Block) and "backward" in block.code.co_names
 
 
 def suspended(*values: Any) -> contextlib.AbstractContextManager[None]:

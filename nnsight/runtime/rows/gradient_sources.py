@@ -10,6 +10,7 @@ is known, and refuse to give a part of a gradient.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
@@ -272,6 +273,9 @@ _observed = WeakIdKeyDictionary()
 
 _passes = threading.local()  # whether the thread is in a backward pass
 
+#: Makes a context that explains errors of autograd, set by :mod:`nnsight.runtime.gradients`.
+explaining: list[Callable[[], contextlib.AbstractContextManager[None]]] = [contextlib.nullcontext]
+
 
 def _note(tensor: torch.Tensor, source: Source) -> None:
     _sources[tensor] = source
@@ -399,7 +403,8 @@ def _run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
     hooks = [_keep_gradient(tensor, source) for tensor, source in kept if source.tensor.requires_grad]
     before, _passes.running = getattr(_passes, "running", False), True
     try:
-        found = _plain_run_backward(outputs, *args[:3], tuple(source.tensor for source in sources), *args[4:], **kwargs)
+        with explaining[0]():
+            found = _plain_run_backward(outputs, *args[:3], tuple(source.tensor for source in sources), *args[4:], **kwargs)
     finally:
         _passes.running = before
         for hook in hooks:

@@ -550,7 +550,7 @@ def test_a_model_goes_with_its_wrapper(no_gc: None, use: Any, compile: bool) -> 
     assert module() is None and (held is None or hasattr(held, "report"))
 
 
-@both
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])  # Inductor
 def test_a_child_that_is_held_does_not_hold_the_model(no_gc: None, compile: bool) -> None:
     model: Any = NNsight(Model(), compile={"backend": "eager"}, rename={"layers": "blocks"}, envoys={"blocks.*": Held})
     module, child = weakref.ref(model._module), model.layers[0]

@@ -319,7 +319,11 @@ BLOCKS: dict[Callable[..., Any], tuple[int, int]] = {
 }
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.__name__)
+#: Blocks of many jobs, or of many steps.
+LONG = {a_generation_that_ends, several_passes, steps, the_text_of_a_generation, training}
+
+
+@pytest.mark.parametrize("block", [pytest.param(block, marks=[pytest.mark.slow] * (block in LONG), id=block.__name__) for block in BLOCKS])
 def test_a_block_gets_the_values_that_it_has_in_an_ordinary_trace(
     demo: Any, here: Running, runs: list[int], block: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

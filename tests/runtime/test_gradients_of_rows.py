@@ -106,8 +106,17 @@ PLACES: dict[str, Callable[[Any], torch.Tensor]] = {
 
 
 @modes
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("edited", [False, True])
+@pytest.mark.parametrize(
+    ("place", "edited"),
+    [
+        ("an output", True),
+        ("an input with a residual connection", False),
+        ("the input of a module in place", False),
+        pytest.param("an output", False, marks=pytest.mark.slow),
+        pytest.param("an input with a residual connection", True, marks=pytest.mark.slow),
+        pytest.param("the input of a module in place", True, marks=pytest.mark.slow),
+    ],
+)
 def test_gradients_of_rows(backend: str | None, place: str, edited: bool) -> None:
     def body(model: Any) -> list[torch.Tensor]:
         hidden = PLACES[place](model)

@@ -18,7 +18,10 @@ class Seeing(torch.nn.Parameter):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+inductor = pytest.param("inductor", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("backend", ["eager", inductor])
 def test_calls_of_a_block_are_seen_where_the_graph_hides_those_of_tensor_subclasses(backend: str) -> None:
     """Dynamo puts what subclasses do into a graph, and calls the graph without asking them again."""
     torch.manual_seed(0)
@@ -91,7 +94,7 @@ def quantised() -> torch.nn.Sequential:
     return net
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", inductor])
 @pytest.mark.parametrize("grad", [True, False])
 def test_weights_that_do_linear_layers_their_own_way(backend: str, grad: bool) -> None:
     net = quantised()
@@ -112,7 +115,7 @@ def test_weights_that_do_linear_layers_their_own_way(backend: str, grad: bool) -
                 assert found.requires_grad == expected.requires_grad
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", inductor])
 def test_a_repeated_trace_over_such_weights_is_replayed(backend: str) -> None:
     net = quantised()
     model = NNsight(net, compile={"backend": backend})

@@ -371,6 +371,9 @@ PARTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
     "repeated": (lambda x: torch.stack([row for row in x for _ in range(2)]).view(-1, 2, 3)[:, 0], True),
     "reversed": (lambda x: torch.cat([x[at : at + 1] for at in reversed(range(len(x)))]), False),
     "rolled": (lambda x: torch.cat([x[1:], x[:1]]), False),
+    # The index is the same for all rows, and repeats them in another order than the values do, as in ProphetNet.
+    "gathered": (lambda x: x.repeat_interleave(2, 0).gather(1, (x[:, :2] < 0).long().repeat(2, 1)).view(-1, 2, 2)[:, 0], True),
+    "gathered from rows": (lambda x: x.gather(0, x.argsort(0)), False),
 }
 
 

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -101,11 +102,12 @@ class Inputs:
                 input without dimensions.
         """
         like = self.values[name]
-        if type(value) in (int, float) and like.dim() == 0:
+        if isinstance(value, torch.Tensor):
+            if value.dtype == like.dtype and value.dim() == like.dim():
+                return value
+        elif like.dim() == 0 and _is_number(value, like.dtype):
             device = "cpu" if self.device.type == "meta" else self.device
             return torch.full((), value, dtype=like.dtype, device=device)  # on a GPU at once: a copy from the CPU would wait for it
-        if isinstance(value, torch.Tensor) and value.dtype == like.dtype and value.dim() == like.dim():
-            return value
         given = isinstance(value, torch.Tensor)
         found = f"{value.dtype} with {value.dim()} dimensions" if given else type(value).__name__
         other_dtype = given and value.dim() == like.dim()
@@ -114,6 +116,13 @@ class Inputs:
             f"dimensions, and is given {found}. {f'Pass `value.to({like.dtype})`, or r' if other_dtype else 'R'}ecord the program with "
             "such a value."
         )
+
+
+def _is_number(value: Any, dtype: torch.dtype) -> bool:
+    """Whether ``value`` is a number, also one of NumPy, that a tensor of ``dtype`` can have."""
+    if type(value) not in (int, float) and (not isinstance(value, Real) or isinstance(value, bool)):
+        return False
+    return dtype.is_floating_point or dtype.is_complex or int(value) == value
 
 
 class BoundProgram:

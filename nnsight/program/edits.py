@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,17 +18,28 @@ from ..tracing.errors import user_position_now
 from .baking import bake
 from .bound import BoundProgram
 from .format.payload import Job
+from .record.inputs import NamedInputs
 from .record.recorder import record_edits
 from .run.fake_runs import input_key
+from .run.interpreter import ProgramBlock
 
 
 class Params(MutableMapping[str, torch.Tensor]):
-    """The tensors and floats that the edits take from outside, by name. A new value takes effect at the next call, without a compilation.
+    """The tensors and floats that ``edits`` take from outside, by name. A new value takes effect at the next call, without a compilation.
 
-    A float is a tensor without dimensions here. Tensors are the user's own objects, so in-place edits of them take effect, too.
+    A float is a tensor without dimensions here. Tensors are the user's own objects, so in-place edits of them take effect, too. A new value
+    is also that of the variable in the edits, so it takes effect where their Python runs: in traces, and in copies that are made later.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, edits: Sequence[Edit]) -> None:
+        self._edits = edits
+        self._homes: dict[str, tuple[Edit, str]] = {}  # the edit of each name, and the variable in it
+        taken: set[str] = set()
+        for edit in edits:
+            inputs = NamedInputs(edit.block, edit.variables, taken)
+            taken |= inputs.names
+            for variable, name in inputs.labels.items():
+                self._homes.setdefault(name, (edit, variable))
         self._values: dict[str, torch.Tensor] = {}
         self._given: dict[str, Any] = {}  # values that were set before the edits were recorded
         self._fixed: dict[str, str] = {}
@@ -38,13 +50,32 @@ class Params(MutableMapping[str, torch.Tensor]):
         return self._values[self._known(name)]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if not self._programs and not self._why_none:
+        if name in self._homes and not self._programs and not self._why_none:
             self._given[name] = value
-            return
-        self._known(name)
+        else:
+            self._known(name)
         for program in self._programs:
             if name in program.inputs.values:
                 value = self._values[name] = program.inputs.put(name, value)  # all programs share one tensor
+        self._rebind(name, value)
+
+    def _rebind(self, name: str, value: Any) -> None:
+        """Give ``value`` to the variable of this name, and to all variables with the same tensor, for later runs of Python."""
+        edit, variable = self._homes.get(name, (None, ""))
+        if edit is None:
+            return
+        old = _variables_of(edit)[variable][1]
+        if isinstance(old, float):
+            if isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.dim() == 0):
+                edit.rebind(variable, float(value))
+            return
+        if not isinstance(value, torch.Tensor):  # an error at the first call
+            return
+        for other in self._edits:
+            for inner, (outer, present) in _variables_of(other).items():
+                if present is old:
+                    block = other.variables[outer]
+                    other.rebind(outer, block.with_input(inner, value) if isinstance(block, ProgramBlock) else value)
 
     def __delitem__(self, name: str) -> None:
         raise TypeError("A parameter of edits cannot be deleted: set it to another value.")
@@ -60,10 +91,10 @@ class Params(MutableMapping[str, torch.Tensor]):
             return name
         if self._why_none:
             raise KeyError(f"`{name}`: these edits have no parameters, because they cannot be a program: {self._why_none}")
-        if not self._programs:
+        if not self._programs and name in self._homes:
             raise KeyError(f"`{name}`: the parameters are known after the first call of the model.")
         why = self._fixed.get(name, "no call of torch in the edits uses a tensor or a float from outside that has this name")
-        raise KeyError(f"`{name}` is not a parameter of the edits: {why}. The parameters are {', '.join(self) or 'none'}.")
+        raise KeyError(f"`{name}` is not a parameter of the edits: {why}. The parameters are {', '.join(self or self._homes) or 'none'}.")
 
     def add(self, program: BoundProgram, values: dict[str, torch.Tensor], fixed: dict[str, str]) -> None:
         """Add the parameters of a program that has just been recorded."""
@@ -82,6 +113,14 @@ class Params(MutableMapping[str, torch.Tensor]):
             self._known(name)
 
 
+def _variables_of(edit: Edit) -> dict[str, tuple[str, Any]]:
+    """Return the variables of an edit, and the inputs of programs among them: the variable of each name, and the value."""
+    variables = edit.variables
+    programs = {name: value for name, value in variables.items() if isinstance(value, ProgramBlock)}
+    found = {name: (name, value) for name, value in variables.items() if name not in programs}
+    return {**found, **{inner: (name, value) for name, block in programs.items() for inner, value in block.inputs.items()}}
+
+
 class CompiledEdits:
     """The edits of one model as programs: one program for all inputs, or one for each size of the input if an edit reads sizes.
 
@@ -92,8 +131,8 @@ class CompiledEdits:
     """
 
     def __init__(self, model: NNsight) -> None:
-        self.params = Params()
         self.edits: list[Edit] = list(model._edits)
+        self.params = Params(self.edits)
         self._general: BoundProgram | None = None
         self._by_size: dict[Any, BoundProgram] = {}
         self._python = False  # whether the edits run as Python because they cannot be a program

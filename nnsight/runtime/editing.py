@@ -22,9 +22,9 @@ from ..tracing.frames import variables_of
 from .controls import RunControls
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Edit:
-    """A stored block."""
+    """A stored block. Only :meth:`rebind` changes it."""
 
     block: Block  # its code
     scope: Scope  # the values that its variables had when it was defined
@@ -41,9 +41,22 @@ class Edit:
         bound = (RunControls(), target) if isinstance(self.block.target, tuple) else target
         return self.block.bind(scope, bound, self.module_globals)
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables from outside that the block uses, by name."""
+        used = {name: self.module_globals[name] for name in self.block.looked_up if name in self.module_globals}
+        return {**used, **dict(self.scope.items())}
+
+    def rebind(self, name: str, value: Any) -> None:
+        """Let the variable ``name`` of the block be ``value`` in later runs. A variable of the user's module stays as it is."""
+        if name in self.scope.cells:
+            self.scope.cells[name].cell_contents = value
+        else:
+            self.module_globals = {**_looked_up(self.block, self.module_globals), name: value}
+
     def of(self, model: Any) -> Edit:
         """Return a copy of this edit for ``model``."""
-        return replace(self, target=weakref.ref(model))
+        return replace(self, target=weakref.ref(model), scope=self.scope.copy())
 
 
 class EditingTracer(RunControls, Tracer):
@@ -93,4 +106,9 @@ class EditingTracer(RunControls, Tracer):
         given = self.module_globals
         if variables_of(self._frame) is not self._frame.f_globals:
             return given
-        return {name: value for name, value in given.items() if name == "__builtins__" or name in self.info.looked_up}
+        return _looked_up(self.info, given)
+
+
+def _looked_up(block: Block, module_globals: dict[str, Any]) -> dict[str, Any]:
+    """Return those of ``module_globals`` that a block reads."""
+    return {name: value for name, value in module_globals.items() if name == "__builtins__" or name in block.looked_up}

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import linecache
 import warnings
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -91,6 +95,61 @@ def test_values_set_before_the_first_call_count() -> None:
         steered.params["alpha"]
     steered.params["alpha"] = 1.0
     torch.testing.assert_close(steered(x), by_hand(net, x, direction, 1.0))
+    with pytest.raises(KeyError, match="`beta` is not a parameter of the edits.*alpha, direction"):
+        steered.params["beta"] = 1.0
+
+
+def test_a_new_value_is_that_of_the_variable(tmp_path: Path) -> None:
+    """Traces, copies, files and functions that a user compiles run the Python of the edits, or record it."""
+    net, x, direction = stack(), torch.randn(3, 6), torch.randn(6)
+    steered = edited(NNsight(net), direction)
+    with steered.edit() as later:
+        later[3].output[:] += 1.0
+    steered.compile(backend="aot_eager")
+    before = by_hand(net, x, direction)
+    torch.testing.assert_close(steered(x), before)
+    other, compiled = torch.randn(6), torch.compile(lambda x: steered(x) + 0, backend="aot_eager")
+    for alpha in (1.0, np.float64(0.5), -3):
+        steered.params["alpha"], steered.params["direction"] = alpha, other
+        due = by_hand(net, x, other, alpha)
+        steered.export_edits(tmp_path / "edits")
+        read = NNsight(net)
+        read.import_edits(tmp_path / "edits")
+        with steered.edit() as again:
+            again[3].output[:] += 1.0
+        for found in (steered(x), compiled(x), copy.deepcopy(steered)(x), read(x), again(x) - 1):
+            torch.testing.assert_close(found, due)
+        for compile in (True, False):
+            with steered.trace(x, compile=compile):
+                found = steered.output.save()
+            torch.testing.assert_close(found, due)
+    other.zero_()
+    with steered.trace(x):
+        found = steered.output.save()
+    torch.testing.assert_close((found, steered(x)), (by_hand(net, x, other), by_hand(net, x, other)))
+    torch.testing.assert_close(later(x) - 1, before)  # a copy that was made before keeps its values
+
+
+def test_a_new_value_of_a_variable_of_a_module() -> None:
+    """The block of a function reads the global variables of its module, which stay as they are."""
+    space: dict[str, Any] = {"alpha": 2.0}
+    source = "def edit(model):\n    with model.edit() as steered:\n        model[1].output[:] *= alpha\n    return steered\n"
+    linecache.cache["<edits>"] = len(source), None, source.splitlines(True), "<edits>"
+    exec(compile(source, "<edits>", "exec"), space)
+    net, x = stack(), torch.randn(3, 6)
+    steered = space["edit"](NNsight(net))
+    steered.compile(backend="aot_eager")
+    steered.params["alpha"] = 3.0
+    with steered.trace(x):
+        found = steered.output.save()
+    due = net[3](net[2](net[1](net[0](x)) * 3))
+    torch.testing.assert_close((found, steered(x)), (due, due))
+    assert space["alpha"] == 2.0
+
+
+def test_a_name_that_no_edit_has_is_refused_at_once() -> None:
+    steered = edited(NNsight(stack()), torch.randn(6))
+    steered.compile(backend="aot_eager")
     with pytest.raises(KeyError, match="`beta` is not a parameter of the edits.*alpha, direction"):
         steered.params["beta"] = 1.0
 

@@ -67,7 +67,6 @@ def test_an_edit_that_is_the_same_at_each_step_runs_no_python_of_it(net: Any, ca
         due = hooked(net, ids, lambda output, step, f=factor: torch.cat([output[:, :-1], output[:, -1:] + f * direction], 1))  # type: ignore[misc]
         torch.testing.assert_close(scores(edited, ids, **options), due, atol=1e-4, rtol=1e-4)
     assert (len(calls), fx.counters.recordings, fx.counters.compiles) == (0, 0, 0)
-    due = hooked(net, ids, lambda output, step: torch.cat([output[:, :-1], output[:, -1:] + direction], 1))
     torch.testing.assert_close(scores(edited, ids, compile=False), due)
 
 

@@ -40,6 +40,7 @@ class NamedInputs:
     If a variable of the block is the program of an earlier recording (a :class:`.ProgramBlock`), its inputs are named values, too.
 
     Attributes:
+        labels: The name of each variable that may be an input: a tensor or a float.
         fixed: Reasons why names cannot be inputs, by name.
     """
 
@@ -48,11 +49,11 @@ class NamedInputs:
         self._block = block
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._floats: dict[str, float] = {}
-        self._labels: dict[str, str] = {}  # the input name of each float variable
         self._made: dict[str, torch.Tensor] = {}  # the tensor of each float
         self._operands: dict[_Position, list[ast.Name]] | None = None
         self._lifted: set[ast.Name] = set()  # mentions of floats that became tensors
         self._known: dict[int, tuple[torch.Tensor, torch.Tensor, frozenset[str]]] = {}  # fake, value, names it was computed from
+        self.labels: dict[str, str] = {}
         self.fixed: dict[str, str] = {}
         for value in list(variables.values()):
             if isinstance(value, ProgramBlock):
@@ -65,12 +66,15 @@ class NamedInputs:
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
                 self._tensors.setdefault(id(value), (label, value))
             elif type(value) is float:
-                self._floats[name], self._labels[name] = value, label
+                self._floats[name] = value
+            else:
+                continue
+            self.labels[name] = label
 
     @property
     def names(self) -> set[str]:
         """The names of all tensors and floats."""
-        return {name for name, _ in self._tensors.values()} | {*self._labels.values()}
+        return {name for name, _ in self._tensors.values()} | {self.labels[name] for name in self._floats}
 
     def name_of(self, tensor: torch.Tensor) -> str | None:
         """Return the name of one of the block's own tensors, or ``None`` if it has no name or cannot be an input."""
@@ -139,7 +143,7 @@ class NamedInputs:
             if operand.id not in self._made:
                 with _disable_current_modes(), torch._C.DisableTorchFunction():
                     made = self._made[operand.id] = torch.tensor(value, dtype=dtype, device="cpu")
-                self._tensors[id(made)] = self._labels[operand.id], made
+                self._tensors[id(made)] = self.labels[operand.id], made
             return self._made[operand.id]
 
         return floats_as_tensors(name, args, kwargs, as_tensor) if operands else (args, kwargs)
@@ -163,7 +167,7 @@ class NamedInputs:
         for item in mentions:
             if item.id in self._floats and item not in self._lifted:
                 why = f"Python computes with the float, or does not reach it, in line {item.lineno}: use a tensor, as in torch.tensor(4.0)"
-                self.fixed.setdefault(self._labels[item.id], why)
+                self.fixed.setdefault(self.labels[item.id], why)
 
 
 def _operands_of(block: Block) -> Iterable[tuple[_Position, list[ast.Name]]]:

@@ -141,8 +141,7 @@ class Recorder(NodeRecorder):
         """Run the edits of the model of ``tracer`` on fake tensors, each as a block."""
         for number, edit in enumerate(tracer._model._edits):
             taken = {name for inputs in self._inputs.values() for name in inputs.names}
-            used = {name: edit.module_globals[name] for name in edit.block.looked_up if name in edit.module_globals}
-            variables = {**used, **dict(edit.scope.items())}
+            variables = edit.variables
             self._inputs[number] = NamedInputs(edit.block, variables, taken)
             self._outer.update({f"{name} {number}": value for name, value in variables.items() if type(value) in (list, dict)})
         before = {name: value.copy() for name, value in self._outer.items()}

@@ -376,6 +376,10 @@ class ProgramBlock:
         self._nodes = [(number, node) for number, node in enumerate(job.nodes) if node["block"] == block]
         self.inputs = inputs_of(replace(job, nodes=[node for _, node in self._nodes]))
 
+    def with_input(self, name: str, value: torch.Tensor) -> ProgramBlock:
+        """Return the same block with ``value`` as its input ``name``."""
+        return ProgramBlock(replace(self._job, tensors={**self._job.tensors, name: value}), self._block)
+
     def as_tensor(self) -> torch.Tensor:
         """Return the program and the number of the block as a tensor of bytes, for files."""
         return torch.frombuffer(bytearray(self._block.to_bytes(4) + encode(self._job)), dtype=torch.uint8)

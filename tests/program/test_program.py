@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import runpy
 import stat
@@ -79,6 +80,23 @@ def test_a_program_of_a_generation_generates(model: Any) -> None:
         ids = tracer.result.save()
     expected = model._module.generate(**model.tokenizer("Hello", return_tensors="pt"), max_new_tokens=5, pad_token_id=0)
     assert torch.equal(tracer.program.run(model, "Hello", max_new_tokens=5)["ids"], expected)
+
+
+def test_the_program_of_a_generation_as_an_edit(model: Any) -> None:
+    """It has the steps that were recorded: a longer generation goes on without it, and a shorter one ends its loop."""
+    with model.generate(PROMPT, max_new_tokens=3, remote="program") as tracer:
+        for _ in tracer.iter[:3]:
+            model.transformer.h[0].output[:] = 0
+    steered = model.apply(tracer.program)
+    with model.edit() as (controls, expected):
+        for _ in controls.iter[:3]:
+            model.transformer.h[0].output[:] = 0
+    for length in (5, 3, 2):
+        warned = pytest.warns(UserWarning, match="The loop ended") if length < 3 else contextlib.nullcontext()
+        with warned:
+            found = steered.generate(PROMPT, max_new_tokens=length)
+        with warned:
+            assert torch.equal(found, expected.generate(PROMPT, max_new_tokens=length))
 
 
 def test_apply_of_modules_stays_what_it_is() -> None:

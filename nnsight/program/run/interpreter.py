@@ -364,6 +364,18 @@ class Interpreter:
         return made[output]
 
 
+class _InBlock(Interpreter):
+    """Runs nodes in a block of a model. Where a node waits in a loop, the block does: the loop ends with the model, with a warning."""
+
+    def _do(self, number: int, node: Node, along: list[tuple[int, Node]]) -> None:
+        mediator: Any = active_interleaver().current  # type: ignore[union-attr]
+        mediator.loops += "loop" in node
+        try:
+            super()._do(number, node, along)
+        finally:
+            mediator.loops -= "loop" in node
+
+
 class ProgramBlock:
     """The nodes of one block of a program. A call runs them in a block of a model.
 
@@ -391,7 +403,7 @@ class ProgramBlock:
         return cls(decode(data[4:]), int.from_bytes(data[:4]))
 
     def __call__(self, model: NNsight) -> None:
-        interpreter = Interpreter(model, self._job, Limits(seconds=float("inf")))
+        interpreter = _InBlock(model, self._job, Limits(seconds=float("inf")))
         interpreter.on_log = print
         interpreter.place_constants()
         interpreter.run_nodes(self._nodes)

@@ -365,11 +365,12 @@ class Interpreter:
 
 
 class _InBlock(Interpreter):
-    """Runs nodes in a block of a model. Where a node waits in a loop, the block does: the loop ends with the model, with a warning."""
+    """Runs nodes in a block of a model. If a node waits in a loop, the block does, and is complete when the model ends."""
 
     def _do(self, number: int, node: Node, along: list[tuple[int, Node]]) -> None:
         mediator: Any = active_interleaver().current  # type: ignore[union-attr]
         mediator.loops += "loop" in node
+        mediator.ends_in_loop = "loop" in node
         try:
             super()._do(number, node, along)
         finally:

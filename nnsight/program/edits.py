@@ -21,7 +21,7 @@ from .format.payload import Job
 from .record.inputs import NamedInputs
 from .record.recorder import record_edits
 from .run.fake_runs import input_key
-from .run.interpreter import ProgramBlock
+from .run.program_block import ProgramBlock
 
 
 class Params(MutableMapping[str, torch.Tensor]):

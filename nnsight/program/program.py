@@ -27,7 +27,7 @@ from .format.errors import NotExpressibleError
 from .format.nodes import Node
 from .format.payload import Job, decode, encode, inputs_of
 from .format.trees import references, with_references
-from .run.interpreter import ProgramBlock
+from .run.program_block import ProgramBlock
 from .run.validation import check_parts
 from .saved_results import check_saves, with_own_results
 

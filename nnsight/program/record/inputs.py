@@ -28,7 +28,7 @@ from ...fx.recording.numbers import floats_as_tensors
 from ...tracing import Block
 from ...tracing.errors import is_internal, user_position_now
 from ..format.trees import write_tree
-from ..run.interpreter import ProgramBlock
+from ..run.program_block import ProgramBlock
 from .refusals import LIBRARIES, refused
 
 _Position = tuple[int | None, ...]

@@ -39,7 +39,7 @@ provide(
     root_class="nnsight.modeling.base",
     model_key_of="nnsight.remote.protocol",
     ModelKey="nnsight.remote.protocol",
-    ProgramBlock="nnsight.program.run.interpreter",
+    ProgramBlock="nnsight.program.run.program_block",
 )
 
 #: Public names that are imported on first use, and the module of each.

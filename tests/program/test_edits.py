@@ -130,6 +130,35 @@ def test_a_new_value_is_that_of_the_variable(tmp_path: Path) -> None:
     torch.testing.assert_close(later(x) - 1, before)  # a copy that was made before keeps its values
 
 
+def test_an_edit_that_changes_its_own_tensor_runs_as_python() -> None:
+    net, x, vector = stack(), torch.randn(3, 6), torch.randn(6)
+    start = vector.clone()
+    model = NNsight(net)
+    with model.edit() as steered:
+        vector.mul_(0.5)
+        model[1].output[:] += vector
+    with pytest.raises(NotExpressibleError, match="changes `vector` in place"):
+        steered.bake(x)
+    assert torch.equal(vector, start)
+    steered.compile(backend="eager")
+    with pytest.warns(UncompiledWarning, match="changes `vector` in place"):
+        found = [steered(x) for _ in range(3)]
+    torch.testing.assert_close(found, [by_hand(net, x, start * factor, 1.0) for factor in (0.5, 0.25, 0.125)])
+
+
+def test_two_names_of_one_tensor_are_one_parameter() -> None:
+    net, x, first = stack(), torch.randn(3, 6), torch.randn(6)
+    model, second = NNsight(net), first
+    with model.edit() as steered:
+        model[1].output[:] += first
+        model[2].output[:] += second
+    steered.compile(backend="eager")
+    steered(x)
+    [name] = steered.params
+    with pytest.raises(KeyError, match=f"it is the same tensor as `{name}`"):
+        steered.params["second" if name == "first" else "first"] = torch.zeros(6)
+
+
 def test_a_new_value_of_a_variable_of_a_module() -> None:
     """The block of a function reads the global variables of its module, which stay as they are."""
     space: dict[str, Any] = {"alpha": 2.0}

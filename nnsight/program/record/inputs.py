@@ -37,16 +37,17 @@ _Position = tuple[int | None, ...]
 class NamedInputs:
     """The named values of one block while it is recorded. A variable whose name is already ``taken`` gets a number: ``alpha_2``.
 
-    If a variable of the block is the program of an earlier recording (a :class:`.ProgramBlock`), its inputs are named values, too.
+    If a variable of the block is the program of an earlier recording (a :class:`.ProgramBlock`), its inputs are named values, too. A block
+    that ``is_edit`` runs at each call of a model, so in-place changes of these values are refused: a program has only their result.
 
     Attributes:
         labels: The name of each variable that may be an input: a tensor or a float.
         fixed: Reasons why names cannot be inputs, by name.
     """
 
-    def __init__(self, block: Block, variables: dict[str, Any], taken: Collection[str] = ()) -> None:
+    def __init__(self, block: Block, variables: dict[str, Any], taken: Collection[str] = (), is_edit: bool = False) -> None:
         used = block.looked_up | set(block.shared)
-        self._block = block
+        self._block, self._is_edit = block, is_edit
         self._tensors: dict[int, tuple[str, torch.Tensor]] = {}
         self._floats: dict[str, float] = {}
         self._made: dict[str, torch.Tensor] = {}  # the tensor of each float
@@ -64,7 +65,9 @@ class NamedInputs:
             labels = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
             label = next(found for found in labels if found not in taken and (found == name or found not in variables))
             if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
-                self._tensors.setdefault(id(value), (label, value))
+                known, _ = self._tensors.setdefault(id(value), (label, value))
+                if known != label:
+                    self.fixed[label] = f"it is the same tensor as `{known}`"
             elif type(value) is float:
                 self._floats[name] = value
             else:
@@ -102,12 +105,18 @@ class NamedInputs:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         names = {name for tensor in tensors for name in self._look_up(tensor)[2] if name is not None}
         given, named = pytree.tree_map_only(torch.Tensor, self.value_of, (args, kwargs))
+        edits = edits_in_place(function)
+        if edits and self._is_edit and id(edited_by(args, kwargs)) not in self._known:
+            raise refused(
+                f"The edit changes {' or '.join(f'`{name}`' for name in sorted(names))} in place, which a program does not do again at the "
+                "next call. Make a new tensor, as in `t = t * 2`."
+            )
         with _disable_current_modes(), edits_allowed(function, given, named):
             found = function(*given, **named)
         values = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
-        if edits_in_place(function) and id(edited_by(args, kwargs)) in self._known:
+        if edits and id(edited_by(args, kwargs)) in self._known:
             return record()
-        if not values or edits_in_place(function):
+        if not values or edits:
             self._fix(names, "Python uses its value")
             return found
         made = [leaf for leaf in pytree.tree_leaves(record()) if isinstance(leaf, torch.Tensor)]
@@ -166,7 +175,8 @@ class NamedInputs:
         mentions = [item for part in self._block.body for item in ast.walk(part) if isinstance(item, ast.Name)]
         for item in mentions:
             if item.id in self._floats and item not in self._lifted:
-                why = f"Python computes with the float, or does not reach it, in line {item.lineno}: use a tensor, as in torch.tensor(4.0)"
+                where = f"in line {item.lineno}: use a tensor, as in torch.tensor(4.0)"
+                why = f"Python computes with the float, torch needs a number, or the block does not come there, {where}"
                 self.fixed.setdefault(self.labels[item.id], why)
 
 

@@ -142,7 +142,7 @@ class Recorder(NodeRecorder):
         for number, edit in enumerate(tracer._model._edits):
             taken = {name for inputs in self._inputs.values() for name in inputs.names}
             variables = edit.variables
-            self._inputs[number] = NamedInputs(edit.block, variables, taken)
+            self._inputs[number] = NamedInputs(edit.block, variables, taken, is_edit=True)
             self._outer.update({f"{name} {number}": value for name, value in variables.items() if type(value) in (list, dict)})
         before = {name: value.copy() for name, value in self._outer.items()}
         try:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import nnsight
+from nnsight import late_binding
 
 PATHS = [
     ("nnsight.intervention.envoy", "Envoy", "nnsight.envoy.envoy"),
@@ -204,6 +205,7 @@ def test_top_level_names() -> None:
 BROKEN = """
 import sys
 import nnsight
+from nnsight import late_binding
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == sys.argv[2]:
@@ -237,6 +239,7 @@ def test_a_module_that_fails_while_it_is_imported_shows_its_own_error(use: str, 
 CODE = """
 import sys
 import nnsight
+from nnsight import late_binding
 heavy = {"torch", "transformers", "torch._dynamo", "torch._inductor", "nnsight.fx", "nnsight.modeling.language", "sympy"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 import torch
@@ -272,3 +275,8 @@ def test_names_of_early_releases_say_what_to_write_instead() -> None:
         nnsight.list  # noqa: B018
     with pytest.raises(AttributeError, match=r"no attribute 'unknown'$"):
         nnsight.unknown  # noqa: B018
+
+
+def test_the_functions_that_lower_layers_look_up_exist() -> None:
+    for name in late_binding._modules:
+        assert callable(late_binding.late(name)), name

@@ -170,7 +170,7 @@ class InPlaceEdits:
         last = max((number for number in writes if nodes[number]["value"]["ref"][0] in reads), default=read)
         views = {read}
         for number, node in enumerate(nodes[read + 1 : last], read + 1):
-            name, used = node.get("name", ""), [used for used, _ in references(node.get("args", []))]
+            name, used = node.get("name", ""), [used for used, _ in references([node.get("args"), node.get("kwargs")])]
             if views.isdisjoint(used) or name == NAMES[torch.ops.aten.detach.default]:
                 continue
             if not (used[0] in views and (is_view(name) or is_in_place(name))):

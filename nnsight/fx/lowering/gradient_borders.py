@@ -178,9 +178,9 @@ def patched_rows(spliced: SplicedGraph, rows: Mapping[Any, tuple[torch.fx.Node, 
     edits_by_block = [(node, source) for node in graph.nodes if node.name in spliced.marks and (source := edited(node)) is not None]
     found = set()
     for key, (given, whole) in rows.items():
-        own = _way(given, whole) or []
+        own = _way(given, whole)
         ways = {edit: way for edit, source in edits_by_block if (way := _way(source, whole)) is not None and order[edit] > order[given]}
-        others = [order[edit] for edit, way in ways.items() if way[: len(own)] != own]
+        others = [order[edit] for edit, way in ways.items() if own is None or way[: len(own)] != own]
         if others and any(order[user] <= max(others) and (user not in ways or order[user] in others) for user in _users_of_views(given)):
             found.add(key)
     return frozenset(found)

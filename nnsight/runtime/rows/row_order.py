@@ -39,7 +39,6 @@ _VIEWS = {_aten.view, _aten._unsafe_view, _aten.reshape, _aten._reshape_alias}
 _SPLITS = {_aten.split, _aten.split_with_sizes, _aten.unbind, _aten.tensor_split, _aten.chunk}
 _SORTS = {_aten.sort, _aten.argsort, _aten.topk}
 _PICKS = {_aten.index, _aten.index_select, _aten.gather, _aten.take_along_dim}
-_GATHERS = {_aten.gather, _aten.take_along_dim}
 _PUTS = {
     *(_aten.index_put, _aten.index_put_, _aten.index_add, _aten.index_add_, _aten.index_copy, _aten.index_copy_),
     *(_aten.scatter, _aten.scatter_, _aten.scatter_add, _aten.scatter_add_, _aten.scatter_reduce),
@@ -135,7 +134,7 @@ class RowOrder(TorchDispatchMode):
             if back and outer_of(given[0]) == MIXED:
                 return int(back[0])
             given = given[:1]
-        elif packet in _GATHERS and first is not None and self._argument(args, kwargs, 1, "dim", 0) % max(first.dim(), 1) != dim:
+        elif packet is _aten.gather and first is not None and self._argument(args, kwargs, 1, "dim", 0) % max(first.dim(), 1) != dim:
             given = given[:1]  # entries stay in their rows, whatever the index says
         elif packet in _PICKS:
             given = [tensor for tensor in given[1:] if self._entries(tensor) == entries] or given[:1]

@@ -205,7 +205,6 @@ def test_top_level_names() -> None:
 BROKEN = """
 import sys
 import nnsight
-from nnsight import late_binding
 class Finder:
     def find_spec(self, name, path=None, target=None):
         if name == sys.argv[2]:
@@ -239,7 +238,6 @@ def test_a_module_that_fails_while_it_is_imported_shows_its_own_error(use: str, 
 CODE = """
 import sys
 import nnsight
-from nnsight import late_binding
 heavy = {"torch", "transformers", "torch._dynamo", "torch._inductor", "nnsight.fx", "nnsight.modeling.language", "sympy"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 import torch

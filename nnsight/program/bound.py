@@ -102,13 +102,13 @@ class Inputs:
                 input without dimensions.
         """
         like = self.values[name]
-        if isinstance(value, torch.Tensor):
+        given = isinstance(value, torch.Tensor)
+        if given:
             if value.dtype == like.dtype and value.dim() == like.dim():
                 return value
         elif like.dim() == 0 and _is_number(value, like.dtype):
             device = "cpu" if self.device.type == "meta" else self.device
             return torch.full((), value, dtype=like.dtype, device=device)  # on a GPU at once: a copy from the CPU would wait for it
-        given = isinstance(value, torch.Tensor)
         found = f"{value.dtype} with {value.dim()} dimensions" if given else type(value).__name__
         other_dtype = given and value.dim() == like.dim()
         raise TypeError(

@@ -18,7 +18,7 @@ from ..tracing.errors import user_position_now
 from .baking import bake
 from .bound import BoundProgram
 from .format.payload import Job
-from .record.inputs import NamedInputs
+from .record.inputs import inputs_of_edits
 from .record.recorder import record_edits
 from .run.fake_runs import input_key
 from .run.program_block import ProgramBlock
@@ -34,10 +34,7 @@ class Params(MutableMapping[str, torch.Tensor]):
     def __init__(self, edits: Sequence[Edit]) -> None:
         self._edits = edits
         self._homes: dict[str, tuple[Edit, str]] = {}  # the edit of each name, and the variable in it
-        taken: set[str] = set()
-        for edit in edits:
-            inputs = NamedInputs(edit.block, edit.variables, taken)
-            taken |= inputs.names
+        for edit, inputs in zip(edits, inputs_of_edits(edits), strict=True):
             for variable, name in inputs.labels.items():
                 self._homes.setdefault(name, (edit, variable))
         self._values: dict[str, torch.Tensor] = {}

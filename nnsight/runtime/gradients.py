@@ -180,7 +180,7 @@ def check_gradient(tensor: torch.Tensor, value: Any) -> None:
 class BackwardsTracer(Tracer):
     """The context manager that ``loss.backward(...)`` returns in the header of a ``with`` statement."""
 
-    is_step = True
+    is_part = True
 
     def __init__(self, loss: torch.Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super().__init__()

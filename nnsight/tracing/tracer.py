@@ -73,7 +73,7 @@ class Tracer:
     Info = Block  # the class of `info`
     #: The warning about an object that is never entered.
     never_entered = "{} was created but never entered, so nothing ran. Use it in a `with` statement with a block."
-    is_step = False  # whether the block, if it runs in another block, is a part of it, as the body of an `if` is
+    is_part = False  # whether the block, if it runs in another block, is a part of it, as the body of an `if` is
     runs_once = ""  # error message if the object is entered for a second time; empty if it can run again
 
     def __init__(self, backend: Backend | None = None) -> None:
@@ -186,7 +186,7 @@ class Tracer:
             raise
         finally:
             try:
-                self._bind(frame, scope, values, every=self.is_step and not outermost)
+                self._bind(frame, scope, values, every=self.is_part and not outermost)
             finally:
                 if token is not None:
                     saves.reset(token)

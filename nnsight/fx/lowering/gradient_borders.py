@@ -181,6 +181,7 @@ def patched_rows(spliced: SplicedGraph, rows: Mapping[Any, tuple[torch.fx.Node, 
         own = _way(given, whole)
         ways = {edit: way for edit, source in edits_by_block if (way := _way(source, whole)) is not None and order[edit] > order[given]}
         others = [order[edit] for edit, way in ways.items() if own is None or way[: len(own)] != own]
+        # An edit by the block of the rows is no such use: for autograd, too, their gradient is that after the edit.
         if others and any(order[user] <= max(others) and (user not in ways or order[user] in others) for user in _users_of_views(given)):
             found.add(key)
     return frozenset(found)

@@ -69,6 +69,7 @@ class PieceRunner(CallRecorder):
         blocks = [mediator.info.code for mediator in run.mediators if isinstance(mediator.info, Block)]
         # If the code of a block mentions `backward`, autograd has to see the tensors of the block.
         self._differentiates = any("backward" in code.co_names for code in blocks)
+        # The names of the keyword arguments of a call are a tuple among the constants of a code.
         self._twice = any("create_graph" in names for code in blocks for names in code.co_consts if isinstance(names, tuple))
         self.as_captured = True  # whether the model continues with tensors of the captured metadata: only values have changed
         self._ended: tuple[Break, str] | None = None  # an unreported cut for a backward pass, after the last computation of the model

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...fx.recording.functions import TAKES_SCALAR_TENSORS, edits_in_place
 from ...fx.recording.numbers import floats_as_tensors
+from ...runtime.editing import Edit
 from ...tracing import Block
 from ...tracing.errors import is_internal, user_position_now
 from ..format.trees import write_tree
@@ -108,8 +109,8 @@ class NamedInputs:
         edits = edits_in_place(function)
         if edits and self._is_edit and id(edited_by(args, kwargs)) not in self._known:
             raise refused(
-                f"The edit changes {' or '.join(f'`{name}`' for name in sorted(names))} in place, which a program does not do again at the "
-                "next call. Make a new tensor, as in `t = t * 2`."
+                f"The edit changes `{self.name_of(edited_by(args, kwargs))}` in place, which a program does not do again at the next call. "
+                "Make a new tensor, as in `t = t * 2`."
             )
         with _disable_current_modes(), edits_allowed(function, given, named):
             found = function(*given, **named)
@@ -176,8 +177,17 @@ class NamedInputs:
         for item in mentions:
             if item.id in self._floats and item not in self._lifted:
                 where = f"in line {item.lineno}: use a tensor, as in torch.tensor(4.0)"
-                why = f"Python computes with the float, torch needs a number, or the block does not come there, {where}"
+                why = f"Python computes with the float, passes it where torch needs a number, or does not reach it, {where}"
                 self.fixed.setdefault(self.labels[item.id], why)
+
+
+def inputs_of_edits(edits: Iterable[Edit]) -> list[NamedInputs]:
+    """Return the named inputs of each edit. A name belongs to one edit: equal names of later edits get numbers."""
+    found: list[NamedInputs] = []
+    for edit in edits:
+        taken = {name for inputs in found for name in inputs.names}
+        found.append(NamedInputs(edit.block, edit.variables, taken, is_edit=True))
+    return found
 
 
 def _operands_of(block: Block) -> Iterable[tuple[_Position, list[ast.Name]]]:

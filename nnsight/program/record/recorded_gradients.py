@@ -197,7 +197,7 @@ class Gradients:
 class RecordedPass(Tracer):
     """The value of ``loss.backward(...)`` in the header of a ``with`` statement of a recorded block."""
 
-    is_step = True
+    is_part = True
 
     def __init__(
         self,

@@ -38,7 +38,7 @@ from ..run.fake_runs import fake_model_of
 from ..run.occurrences import keys_of, lists_in, places_of, structure_of, tensors_at
 from .binding import Recorded
 from .demands import Cuts, tolist_as_one_call
-from .inputs import NamedInputs, input_tree
+from .inputs import NamedInputs, input_tree, inputs_of_edits
 from .listening import OBSERVERS, OperatorMode, PreparedRun, RecordingInterleaver, RecordingMediator
 from .memory import is_unedited
 from .printing import captured_output
@@ -139,11 +139,10 @@ class Recorder(NodeRecorder):
 
     def run_edits(self, tracer: Any) -> None:
         """Run the edits of the model of ``tracer`` on fake tensors, each as a block."""
-        for number, edit in enumerate(tracer._model._edits):
-            taken = {name for inputs in self._inputs.values() for name in inputs.names}
-            variables = edit.variables
-            self._inputs[number] = NamedInputs(edit.block, variables, taken, is_edit=True)
-            self._outer.update({f"{name} {number}": value for name, value in variables.items() if type(value) in (list, dict)})
+        edits = tracer._model._edits
+        self._inputs = dict(enumerate(inputs_of_edits(edits)))
+        for number, edit in enumerate(edits):
+            self._outer.update({f"{name} {number}": value for name, value in edit.variables.items() if type(value) in (list, dict)})
         before = {name: value.copy() for name, value in self._outer.items()}
         try:
             self._run(tracer, lambda args, kwargs: None, tracer.call_edited)
